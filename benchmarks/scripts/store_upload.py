@@ -15,7 +15,7 @@ import fsspec
 
 from holdfast.train.snapshots import changes
 from holdfast.train.snapshots.changes import SaveRequest
-from holdfast.train.snapshots.remote import place_of
+from holdfast.train.snapshots.remote import location_of
 from tests.support.object_store import BUCKET, ObjectStore
 
 SIZE_BYTES = 256 << 20
@@ -26,7 +26,7 @@ def main(ours: bool) -> None:
     try:
         os.environ.update(store.environ())
         data = bytearray(os.urandom(SIZE_BYTES))
-        root = place_of(f"s3://{BUCKET}/run")
+        root = location_of(f"s3://{BUCKET}/run")
         (root / "warm").put(b"warm")  # type: ignore[union-attr]
         with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
             file.write(data)

@@ -18,7 +18,7 @@ def test_losses_that_are_not_finite_are_noticed_some_steps_later() -> None:
     for step in range(3):
         watch.step(step, {"loss": torch.tensor(float("nan"), device="cuda")}, stepped=True)
     with pytest.raises(NotFiniteError):
-        watch.settle()
+        watch.read_all()
 
 
 def test_no_step_waits_for_the_device() -> None:
@@ -28,7 +28,7 @@ def test_no_step_waits_for_the_device() -> None:
         watch.step(step, {"loss": torch.ones((), device="cuda")}, stepped=True)
     done.record()
     assert not done.query(), "the device was waited for"
-    watch.settle()
+    watch.read_all()
 
 
 def test_a_digest_is_the_same_on_every_device() -> None:

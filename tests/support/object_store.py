@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from holdfast.train.snapshots.remote import place_of
+from holdfast.train.snapshots.remote import location_of
 from tests.support.limits import limit_s, until
 from tests.support.ports import free_port
 
@@ -74,7 +74,7 @@ def running_store() -> Iterator[ObjectStore]:
     store = ObjectStore()
     try:
         with variables(store.environ()):
-            place_of(f"s3://{BUCKET}/none").sizes()
+            location_of(f"s3://{BUCKET}/none").sizes()
             forget_connections()
         yield store
     finally:

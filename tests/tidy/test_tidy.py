@@ -312,22 +312,21 @@ def test_no_word_of_our_own_stands_for_a_word_of_the_field() -> None:
 # --- sentences --------------------------------------------------------------------------------------------------------
 
 READ = (
-    *(
-        "cli",
-        "dashboard",
-        "diagnosis",
-        "doctor",
-        "extensions",
-        "launchers",
-        "launching",
-        "metrics",
-        "protocol",
-        "rendezvous",
-        "runs",
-        "runtime",
-        "supervisor",
-        "torchrun_handler",
-    ),
+    "cli",
+    "dashboard",
+    "diagnosis",
+    "doctor",
+    "extensions",
+    "launchers",
+    "launching",
+    "metrics",
+    "protocol",
+    "rendezvous",
+    "runs",
+    "runtime",
+    "supervisor",
+    "torchrun_handler",
+    "train",
     "worker",
 )
 """Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""

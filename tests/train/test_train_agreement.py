@@ -28,12 +28,13 @@ from holdfast.train import tracked
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.guards import GuardWarning
 from holdfast.train.quarantine import Patience
-from holdfast.train.resuming import Resumer, take_folder
-from holdfast.train.save import Saving
+from holdfast.train.resuming import Resumer
+from holdfast.train.save import SaveRules, Saving
 from holdfast.train.snapshots import changes
 from holdfast.train.snapshots.in_process import InProcessStaging
 from holdfast.train.snapshots.lease import owner
 from holdfast.train.state import Tracker
+from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice, Compared
 from tests.support.limits import limit_s
 
@@ -48,12 +49,12 @@ def together(store: Any, talk: Callable[[Peers], Any], patience_s: float = 120.0
 
 
 def greet(word: str, peers: Peers) -> list[Any]:
-    return peers.share(f"{word} {peers.rank}")
+    return peers.all_gather(f"{word} {peers.rank}")
 
 
 def test_everybody_hears_everybody() -> None:
     def talk(peers: Peers) -> list[Any]:
-        return [peers.share(peers.rank), peers.tell(peers.rank), peers.tell_each([7, 8, 9]), peers.gather("x")]
+        return [peers.all_gather(peers.rank), peers.broadcast(peers.rank), peers.scatter([7, 8, 9]), peers.gather("x")]
 
     everyone = [[0, 1, 2], 0]
     store = dist.HashStore()
@@ -71,7 +72,7 @@ def test_what_the_dead_have_said_is_nobody_s_answer() -> None:
     for turn in range(1, 5):
         store.set(f"{turn}!", '"dead"')
         store.set(f"prefix/{turn}!", '"dead"')
-    together(store, lambda peers: peers.rank or peers.tell("left unread"))
+    together(store, lambda peers: peers.rank or peers.broadcast("left unread"))
     for word in ("one", "two"):
         assert together(store, partial(greet, word)) == [[f"{word} {rank}" for rank in range(WORLD)]] * WORLD
 
@@ -91,7 +92,7 @@ def test_everybody_is_told_who_is_silent() -> None:
         if peers.rank == 2:
             return "hangs"
         with pytest.raises(SnapshotIncompleteError, match="rank 2 sent nothing") as told:
-            peers.share("x")
+            peers.all_gather("x")
         return str(told.value)
 
     assert together(dist.HashStore(), talk, limit_s(0.1))[2] == "hangs"
@@ -113,7 +114,8 @@ class Rank:
         nn.init.ones_(model.weight), nn.init.zeros_(model.bias)  # equal on all ranks
         self.tracker.add({"model": model})
         clock = Timekeeper(None)
-        self.saving = Saving(folder, self.tracker, peers, InProcessStaging(), 1, clock, failed_saves_max=2, lease=None)
+        taken = TakenFolder(folder, None, 0, 1, "", "")
+        self.saving = Saving(self.tracker, peers, InProcessStaging(), clock, taken, SaveRules(2))
 
     def save(self, *, demanded: bool = False) -> str:
         """What came of it, once it is written."""
@@ -359,7 +361,8 @@ class Refused(InProcessStaging):
 
 
 def saving(peers: Peers, tier: InProcessStaging) -> Saving:
-    return Saving(Path("unused"), Tracker(), peers, tier, 0, Timekeeper(None), 5, None)
+    taken = TakenFolder(Path("unused"), None, 0, 0, "", "")
+    return Saving(Tracker(), peers, tier, Timekeeper(None), taken, SaveRules(5))
 
 
 def ended(work: Callable[[], object]) -> tuple[str, str]:
@@ -421,7 +424,7 @@ def test_at_the_end_the_cause_may_have_been_reported_before() -> None:
         mine = saving(peers, InProcessStaging())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            mine._hear({"code": SnapshotWriteError.code, "text": NO_SPACE, "fatal": False})
+            mine._take_failure({"code": SnapshotWriteError.code, "text": NO_SPACE, "fatal": False})
         cause = mine.cause_of(SnapshotIncompleteError("gave up"))
         return (cause.code, str(cause)) if cause is not None else ("", "")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.protocol.errors import IntervalError
 from holdfast.train import copies
-from holdfast.train.copies import Copies, CopyPlan, CopyReport, failure_domain, lonely, own_addresses, partners
+from holdfast.train.copies import Copies, CopyPlan, CopyReport, failure_domain, on_one_node, own_addresses, partners
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.saver_client import SaverClient
 from holdfast.train.snapshots_api import Snapshots
@@ -92,12 +92,12 @@ def said(*errors: str, busy: tuple[bool, ...] = (False, False)) -> list[CopyRepo
 
 def test_what_one_node_alone_has_is_sent_to_its_partner() -> None:
     two = said()
-    assert lonely(two, [[0, 1], [1]]) == [(0, 0, "127.0.0.1", 11)]
-    assert lonely(two, [[0, 1], [0, 1]]) == lonely(two, [[], []]) == []
-    assert lonely([two[0], two[0]], [[0, 1], [0, 1]]) == []  # there is no other node
-    assert lonely([two[0], two[1]._replace(port=0)], [[0, 1], []]) == []  # it has no memory for copies
+    assert on_one_node(two, [[0, 1], [1]]) == [(0, 0, "127.0.0.1", 11)]
+    assert on_one_node(two, [[0, 1], [0, 1]]) == on_one_node(two, [[], []]) == []
+    assert on_one_node([two[0], two[0]], [[0, 1], [0, 1]]) == []  # there is no other node
+    assert on_one_node([two[0], two[1]._replace(port=0)], [[0, 1], []]) == []  # it has no memory for copies
     four = [two[rank // 2] for rank in range(4)]
-    assert lonely(four, [[0, 1, 2], [0, 1, 2], [2, 3], [2, 3]]) == [
+    assert on_one_node(four, [[0, 1, 2], [0, 1, 2], [2, 3], [2, 3]]) == [
         (0, 0, "127.0.0.1", 11),
         (1, 1, "127.0.0.1", 11),  # the processes of a node share the work
         (3, 3, "127.0.0.1", 10),

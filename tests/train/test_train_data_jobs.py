@@ -344,8 +344,10 @@ def test_a_job_that_counts_one_batch_too_many_is_caught(how, monkeypatch):
     """The checker itself: a position that counts what was fetched loses samples, and is seen to."""
     from holdfast.train.data import Position
 
-    settle = Position.settle
-    monkeypatch.setattr(Position, "settle", lambda self: (settle(self), setattr(self, "cursor", self.cursor + 1))[0])
+    count_pending = Position.count_pending
+    monkeypatch.setattr(
+        Position, "count_pending", lambda self: (count_pending(self), setattr(self, "cursor", self.cursor + 1))[0]
+    )
     life = Life(world=2, batch_size=4, batches=5, crash_back=0, snapshot_every=2, ahead=3, how=how)
     job = Job(range(200), 200, 1, 0, True, "even", None, 1, (life, life))
     with pytest.raises(AssertionError):

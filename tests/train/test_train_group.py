@@ -287,7 +287,7 @@ def test_a_store_that_is_gone_is_no_reason_to_stop() -> None:
     board = mistakes.SharedFacts(0, 2, BrokenStore())
     loss = mistakes.LossDiffers(lambda mistake, text: pytest.fail(text), board)
     for _ in range(5):
-        loss.told(1.0)
+        loss.step(1.0)
     assert board.count("a", 1) == 0
 
 
@@ -302,8 +302,8 @@ def test_which_losses_differ(first: float, second: float, same: bool) -> None:
         mistakes.LossDiffers(lambda m, text: told.append(text), mistakes.SharedFacts(r, 2, store)) for r in (0, 1)
     )
     for _ in range(2):
-        zero.told(first)
-        one.told(second)
+        zero.step(first)
+        one.step(second)
     assert bool(told) is not same
 
 

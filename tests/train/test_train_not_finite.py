@@ -156,7 +156,7 @@ def test_the_last_finite_snapshot_stays_and_is_preferred(tmp_path: Path, where: 
         run.snaps.state.step += 1
         with pytest.warns(RuntimeWarning, match=r"model\.weight|optimizer\.state\.weight\.exp_avg"):
             run.snaps.save(wait=True)
-        run.snaps._look(run.snaps._saving)  # type: ignore[arg-type]
+        run.snaps._check_background(run.snaps._saving)  # type: ignore[arg-type]
     run.snaps.close()
     assert committed(tmp_path) == {2: True, 5: False}
 
@@ -256,4 +256,4 @@ def test_a_save_waits_for_the_losses() -> None:
     watch = LossWatch()
     watch._unread.extend(_Reading(step, True, torch.tensor(False), Arrives()) for step in range(3))  # type: ignore[arg-type]
     with pytest.raises(NotFiniteError):
-        watch.settle()
+        watch.read_all()

@@ -105,7 +105,7 @@ def test_a_damaged_snapshot_is_set_aside_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bad.step_000000006.0001", "attempt.step_000000003.0001", "gone.step_000000003.0001"])
 def test_debris_alone_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
+    monkeypatch.setattr("holdfast.train.resuming.UNCHANGED_S", 0.05)
     (tmp_path / name).mkdir()
     for _ in range(2):
         with pytest.raises(NoValidSnapshotError, match=name):
@@ -117,7 +117,7 @@ def test_debris_alone_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_debris_goes_when_there_is_something_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
+    monkeypatch.setattr("holdfast.train.resuming.UNCHANGED_S", 0.05)
     trained(tmp_path, 3)
     for name in ("attempt.step_000000002.0001", "attempt.step_000000006.0001", "gone.step_000000001.0001"):
         (tmp_path / name).mkdir()
@@ -130,7 +130,7 @@ def test_debris_goes_when_there_is_something_to_go_on_from(tmp_path: Path, monke
 def test_a_save_that_stands_still_while_its_writer_lives_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
+    monkeypatch.setattr("holdfast.train.resuming.UNCHANGED_S", 0.05)
     trained(tmp_path, 4)
     path = tmp_path / "step_000000003.0001"
     path.rename(attempt := tmp_path / "attempt.step_000000003.0001")
@@ -505,14 +505,14 @@ def test_a_multiple_that_was_passed_is_not_forgotten() -> None:
 def test_rank_0_is_asked_seldom_and_is_not_late(pace_s: float) -> None:
     clock = Timekeeper(120.0)
     clock.start(0, 0.0)
-    step, asked, look_at = 0, 0, 1
+    step, asked, ask_at = 0, 0, 1
     while True:
         step += 1
         now_s = step * pace_s
-        if step >= look_at:
+        if step >= ask_at:
             asked += 1
             if clock.due(now_s):
                 break
-            look_at = clock.next_look(step, now_s)
+            ask_at = clock.next_ask(step, now_s)
     assert now_s <= 120.0 + 2 * pace_s
     assert asked <= 20

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError, TrackingError
 from holdfast.train.boundary import Boundary
-from holdfast.train.carrying import PlainCall, Why, check_function, why_plain
+from holdfast.train.carrying import PlainCall, PlainCallReason, check_function, why_plain
 from holdfast.train.group import GroupConnection, ProcessGroup
 from holdfast.train.guards import GuardWarning
 from holdfast.train.kept import SMALL_BYTES, KeptState
@@ -560,17 +560,21 @@ def test_why_a_call_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ProcessGroup(0, 1, 0, torch.device("cpu"), None)
     group = ProcessGroup(0, 1, 0, torch.device("cpu"), None, GroupConnection("gloo", None))
 
-    def why(group: ProcessGroup | None, tracker: Tracker) -> Why | None:
+    def why(group: ProcessGroup | None, tracker: Tracker) -> PlainCallReason | None:
         found = why_plain(group, tracker)
         assert found is None or isinstance(found, PlainCall)
         return None if found is None else found.why
 
-    assert (why(None, follows), why(made, follows), why(group, follows)) == (Why.NO_GROUP, Why.OWN_GROUP, None)
-    assert why(group, tracker) is Why.DATA
+    assert (why(None, follows), why(made, follows), why(group, follows)) == (
+        PlainCallReason.NO_GROUP,
+        PlainCallReason.OWN_GROUP,
+        None,
+    )
+    assert why(group, tracker) is PlainCallReason.DATA
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
     assert why(group, tracker) is None
     monkeypatch.setenv("HOLDFAST_SURVIVE", "off")
-    assert why(group, follows) is Why.OFF
+    assert why(group, follows) is PlainCallReason.OFF
 
 
 def test_a_function_that_comes_before_resume_is_refused(tmp_path: Path) -> None:

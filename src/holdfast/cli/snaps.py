@@ -25,19 +25,19 @@ from holdfast.train.snapshots.changes import Keep, Pruned
 from holdfast.train.snapshots.copy_service import all_slots
 from holdfast.train.snapshots.folder import Snapshot, Survey
 from holdfast.train.snapshots.layout import MANIFEST
-from holdfast.train.snapshots.remote import Place, RemotePath, place_of
+from holdfast.train.snapshots.remote import Location, RemotePath, location_of
 
 EXIT_DAMAGED = 1
 FORMATS = ("torch", "dcp", "safetensors")
 
-Result = tuple[Place, SnapshotError | None]
+Result = tuple[Location, SnapshotError | None]
 """A snapshot, and its error; None: it is valid."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `holdfast snaps` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
-    place = place_of(chosen.folder)
+    place = location_of(chosen.folder)
     chosen.folder = str(place)
     try:
         there = place.sizes() if isinstance(place, RemotePath) else place.is_dir()
@@ -109,7 +109,7 @@ def list_all(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def in_memory(path: Place) -> list[dict[str, Any]]:
+def in_memory(path: Location) -> list[dict[str, Any]]:
     """The states of this folder's job that this host has in memory: those of its own ranks, and copies of others'."""
     now_s, found = time.time(), []
     for place, _ in memory_folder.private_folders(memory_folder.ROOT):
@@ -122,7 +122,7 @@ def in_memory(path: Place) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: (each["step"], each["rank"], each["copy"]))
 
 
-def same_place(saved_to: str, path: Place) -> bool:
+def same_place(saved_to: str, path: Location) -> bool:
     return saved_to == str(path) or (isinstance(path, Path) and os.path.realpath(saved_to) == os.path.realpath(path))
 
 
@@ -230,7 +230,7 @@ def asked_best(text: str | None) -> tuple[str, str, int] | None:
     return name, sense, int(count)
 
 
-def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, list[Place]]:
+def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, list[Location]]:
     """Delete, or with --dry-run only determine, what is to be deleted. Returns these snapshots and other folders."""
     done = Pruned((), (), ())
     if keep is not None:
@@ -247,7 +247,7 @@ def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, li
     return done, others
 
 
-def report(chosen: argparse.Namespace, done: Pruned, others: list[Place]) -> int:
+def report(chosen: argparse.Namespace, done: Pruned, others: list[Location]) -> int:
     """Print what `prune` did."""
     if chosen.json:
         print_json(

@@ -1,4 +1,4 @@
-"""Parts that make a plain PyTorch script survive failures: each is usable alone, none of them is a trainer.
+"""Parts with which a plain PyTorch script survives failures: each can be used alone, and none of them is a trainer.
 
     import holdfast.train as ht
 

@@ -1,4 +1,4 @@
-/* Copies of many blocks of memory at once, by threads that meet once, past the caches.
+/* Copies of many blocks of memory at once, by threads that synchronize once; the writes bypass the caches.
  *
  * An ordinary store reads the cache line it writes to: a copy moves three bytes over the memory's bus for each byte
  * copied. A streaming store moves two, and leaves the caches to the training. On processors other than x86-64 the blocks
@@ -18,8 +18,8 @@
 #include <emmintrin.h>
 #endif
 
-#define PIECE_BYTES ((uint64_t)1 << 20) /* a thread that loses its core holds up so much at most */
-#define STREAMED_BYTES_MIN 4096         /* less than that is soon read again, if anything is */
+#define PIECE_BYTES ((uint64_t)1 << 20) /* a thread that loses its core delays at most this much */
+#define STREAMED_BYTES_MIN 4096         /* smaller blocks are likely to be read again soon */
 #define LINE_BYTES 64
 #define THREADS_MAX 64
 
@@ -50,7 +50,7 @@ copy(char *target, const char *source, size_t size)
     memcpy(target, source, size);
 }
 
-/* Take pieces until none is left. They are counted through all blocks, so nobody has to write them down. */
+/* Take pieces until none is left. A counter runs through the pieces of all blocks, so there is no list of them. */
 static void *
 copy_pieces(void *argument)
 {

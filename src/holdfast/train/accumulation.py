@@ -1,15 +1,16 @@
 """Gradient accumulation: one optimizer step made of several micro-batches, with one exchange of gradients.
 
-Knows DDP, FSDP2 and plain modules, and our loader: its share of a batch, and what is ahead. Knows no snapshot.
+Knows DDP, FSDP2 and plain modules, and our loader: its share of a batch, and the sizes of the next ones. Knows no
+snapshot.
 
 The gradient of an optimizer step is the mean over all its samples, on all ranks, whatever the number of ranks and
-micro-batches. In a loop over a loader of ours each micro-batch weighs what it holds, and a step ends with the epoch.
-With a number and any other loader each weighs the same, and the count goes on over the epoch's end.
+micro-batches. In a loop over a loader of ours each micro-batch has the weight of its samples, and a step ends with the
+epoch. With a number and any other loader all have the same weight, and the count goes on over the epoch's end.
 
 **Memory.** With a loader that shrinks, a rank that runs out of memory must not leave the others waiting in an exchange
-of gradients that it never joins. So no micro-batch of such a step exchanges anything. After the last one all ranks say
-whether they had memory enough; then either all exchange their gradients, or all drop them and the loader hands out the
-step again in smaller micro-batches. The price: the exchange does not overlap with the backward pass.
+of gradients that it never joins. So no micro-batch of such a step exchanges anything. After the last one the ranks
+exchange whether they had enough memory; then either all exchange their gradients, or all drop them and the loader hands
+out the step again in smaller micro-batches. The price is that the exchange does not overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import torch_private
 from holdfast.train.boundary import Buffers
-from holdfast.train.data import HasShare, Share, in_hand
+from holdfast.train.data import HasShare, Share, current_loader
 from holdfast.train.group import is_outlived
 from holdfast.train.guards import GuardWarning, enabled, watch
 
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 
 
 NO_LOSS = torch.tensor(float("nan"))
-"""`micro.loss` in an optimizer step without `micro.backward()`. The watch for losses that are not finite knows it: what
-the program has trained with is not known."""
+"""The value of `micro.loss` in an optimizer step without `micro.backward()`: the loss of the training is not known. The
+watch for losses that are not finite leaves it out."""
 
 
 class MicroBatch:
@@ -52,16 +53,16 @@ class MicroBatch:
     def __init__(self, accumulation: _Accumulation, number: int, micro_batches: int, scale: float) -> None:
         self._accumulation = accumulation
         self.number = number
-        """Its number within its optimizer step, from 0."""
+        """The number of this micro-batch within its optimizer step, from 0."""
         self.micro_batches = micro_batches
-        """Micro-batches in this optimizer step."""
+        """The number of micro-batches in this optimizer step."""
         self.scale = scale
         """The factor of the loss in `backward`: the batch's part of the step's samples, times the number of ranks."""
         self.last = number == micro_batches - 1
         """Whether the optimizer steps after this one."""
 
     def backward(self, loss: torch.Tensor, *, scaler: Any = None, **arguments: Any) -> None:
-        """`loss.backward()` with the loss scaled; `loss` is the mean over the batch's samples.
+        """Call `loss.backward()` with the loss scaled; `loss` is the mean over the batch's samples.
 
         `scaler`: a torch.amp.GradScaler. Several losses of one micro-batch may be given one after the other."""
         scaled = loss * self.scale
@@ -72,8 +73,9 @@ class MicroBatch:
     def loss(self) -> torch.Tensor:
         """The mean loss over the samples of the optimizer step, detached.
 
-        After the last micro-batch over all ranks, the same value on each; before, over what this rank has had so far,
-        and also when a rank is lost meanwhile and this one goes on (`ht.survive`). NaN when there was no `backward`.
+        After the last micro-batch it is the mean over all ranks, the same value on each. Before, it is the mean over
+        the samples of this rank so far; also after the last one, if a rank was lost meanwhile and this one goes on
+        (`ht.survive`). NaN: there was no `backward`.
         """
         return self._accumulation.loss()
 
@@ -83,11 +85,11 @@ class _Accumulation:
 
     def __init__(self, model: nn.Module) -> None:
         self.done = 0
-        """Micro-batches of this optimizer step that are done."""
+        """The number of micro-batches of this optimizer step that are done."""
         self.begun = 0
-        """Micro-batches of all optimizer steps."""
-        plain = torch_private.uncompiled(model)  # torch.compile's wrapper
-        # Weakly: this object must not keep alive the model whose life it shares.
+        """The number of micro-batches that were begun, in all optimizer steps."""
+        plain = torch_private.uncompiled(model)  # without torch.compile's wrapper
+        # The references are weak: this object must not keep the model alive, whose life it shares.
         self._ddp = [weakref.ref(each) for each in _outermost(plain, DistributedDataParallel)]
         self._fsdp = [weakref.ref(each) for each in _outermost(plain, FSDPModule)]
         self._model = weakref.ref(plain)
@@ -99,27 +101,29 @@ class _Accumulation:
         """The sum over all ranks, and torch's handle to wait for it."""
         self._parameter: weakref.ref[nn.Parameter] | None = None
         self._gradient: torch.Tensor | None = None
-        """See `_note_gradient`."""
+        """The gradient of `_parameter`: see `_note_gradient`."""
         self._micro_batches = 1
-        """Micro-batches in this optimizer step."""
+        """The number of micro-batches in this optimizer step."""
         self._samples = 0
-        """Samples of all ranks in it."""
+        """The number of samples of all ranks in this optimizer step."""
         self._last_share: Share | None = None
-        self._cut = False
-        """The loop's body splits a batch into several micro-batches, so the loader's batches are not micro-batches."""
+        self._splits_batches = False
+        """Whether the loop's body splits a batch into several micro-batches: then the loader's batches are not
+        micro-batches."""
         self._careful: _CarefulStep | None = None
+        """The step in which no rank exchanges anything before its end; None: the loader does not shrink."""
         self._warned = False
         self._loader: weakref.ref[HasShare] | None = None
-        """Whose micro-batch the last one was, where the loader makes the steps."""
+        """The loader of the last micro-batch, if the loader makes the steps."""
 
     def next_of(self, loader: DataLoader, micro_batches: int) -> tuple[int, int, float] | None:
-        """Number, count and scale of the next micro-batch, when `micro_batches` of the loader make a step or, at the
-        epoch's end, fewer. None: batches are not micro-batches."""
+        """Number, count and scale of the next micro-batch, if `micro_batches` batches of the loader make a step (at the
+        epoch's end, fewer); None: batches are not micro-batches."""
         share = loader.share
-        if share is None or self._cut:
+        if share is None or self._splits_batches:
             return None
         if share is self._last_share:
-            self._cut = True
+            self._splits_batches = True
             return None
         self._last_share = share
         number = self.done
@@ -135,20 +139,22 @@ class _Accumulation:
         return bool(self._ddp or self._fsdp)
 
     def holds_unexchanged(self) -> bool:
-        """Whether there are gradients of micro-batches that other ranks do not have. Not after `zero_grad()`: then the
-        rest of an accumulation was given up, as at the end of an epoch."""
+        """Whether there are gradients of micro-batches that other ranks do not have. After `zero_grad()` there are
+        none: the rest of an accumulation was given up, as at the end of an epoch."""
         if not self.done or not self.exchanges or self._parameter is None:
             return False
         parameter = self._parameter()
         return parameter is not None and self._gradient is not None and parameter.grad is self._gradient
 
     def _note_gradient(self) -> None:
-        """Remember one gradient, the smallest, by which it is known whether these gradients are still there."""
+        """Remember the smallest gradient: it shows later whether these gradients still exist."""
         self._parameter = self._gradient = None
         model = self._model()
-        there = [] if model is None or not self.done else [each for each in model.parameters() if each.grad is not None]
-        if there:
-            smallest = min(there, key=torch.Tensor.numel)
+        graded = (
+            [] if model is None or not self.done else [each for each in model.parameters() if each.grad is not None]
+        )
+        if graded:
+            smallest = min(graded, key=torch.Tensor.numel)
             self._parameter, self._gradient = weakref.ref(smallest), smallest.grad
 
     def _group(self) -> Any:
@@ -171,7 +177,7 @@ class _Accumulation:
             except RuntimeError as error:
                 if not is_outlived(error):
                     raise
-                # The gradients have arrived: an error here would give up a step that is complete but for its report.
+                # A rank was lost after the gradients had arrived: an error here would give up a complete step.
             else:
                 self._sum, self._weight = total / self._world, 1.0
         return self._sum / self._weight if self._weight > 0 else self._sum
@@ -188,7 +194,7 @@ class _Accumulation:
             )
 
     def _is_begun_again(self, loader: HasShare, number: int) -> bool:
-        """Whether this micro-batch is the first one of a step that the same loader had begun, and the loop has left."""
+        """Whether this micro-batch begins a step that the same loader had begun before, and that the loop has left."""
         before, self._loader = self._loader, weakref.ref(loader)
         return number == 0 and self.done > 0 and before is not None and before() is loader
 
@@ -196,14 +202,15 @@ class _Accumulation:
     def micro_batch(
         self, number: int, micro_batches: int, scale: float, maker: HasShare | None
     ) -> Iterator[MicroBatch]:
-        """`maker`: the loader, if that makes the steps. If it shrinks, the step is repeated with smaller micro-batches
-        when a rank runs out of memory."""
+        """One micro-batch, whose passes are made in the block. `maker`: the loader, if that makes the steps. If it
+        shrinks, the step is repeated with smaller micro-batches when a rank runs out of memory."""
         if maker is not None and self._is_begun_again(maker, number) and (model := self._model()) is not None:
             model.zero_grad()  # the gradients so far are those of micro-batches that come again
         loader: Any = maker if getattr(maker, "_shrinks_on_oom", False) else None
         if number == 0:
             self._sum, self._weight, self._exchange = None, 0.0, None
             self._careful = None if loader is None else self._be_careful()
+
         careful = self._careful
         self.begun += 1
         self._weight += scale
@@ -212,16 +219,19 @@ class _Accumulation:
         with attempt, self._synced(exchange=micro.last and careful is None):
             yield micro
         if careful is not None and loader is not None and micro.last and not careful.complete(loader):
-            micro.last, self.done, self._sum = False, 0, None
+            micro.last, self.done, self._sum = False, 0, None  # the step is repeated
             return
+
         self.done = 0 if micro.last else number + 1
         self._note_gradient()
         if micro.last and self._world > 1 and self._sum is not None:
-            # Every rank comes here once per step, so this meets no other collective; it runs beside the optimizer.
+            # Every rank comes here once per step, so this mixes with no other collective. It runs during the
+            # optimizer's step.
             total = self._sum.clone()
             self._exchange = total, dist.all_reduce(total, group=self._group(), async_op=True)
 
     def _be_careful(self) -> _CarefulStep:
+        """Begin a step in which nothing is exchanged before its end. Raises ProcessGroupError with FSDP2."""
         if self._fsdp:
             raise ProcessGroupError(
                 "shrink_on_oom=True works with DDP and plain modules: with FSDP2 the other ranks wait in each layer\n"
@@ -236,7 +246,7 @@ class _Accumulation:
 
     @contextlib.contextmanager
     def _synced(self, *, exchange: bool) -> Iterator[None]:
-        """Gradients are exchanged in the backward pass, or only added up on this rank."""
+        """Let backward passes in the block exchange gradients, or only add them up on this rank."""
         with contextlib.ExitStack() as stack:
             if not exchange:
                 for module in _alive(self._ddp):
@@ -248,14 +258,14 @@ class _Accumulation:
 
 
 BUCKET_BYTES = 25 << 20
-"""Gradients that are exchanged at once, as in DDP."""
+"""Size of the gradients that are exchanged at once, as in DDP."""
 
 
 class _CarefulStep:
     """An optimizer step in which no rank exchanges anything before all have done their backward passes."""
 
     def __init__(self, model: nn.Module, wrappers: list[DistributedDataParallel], group: Any) -> None:
-        """`group`: None for a plain module, which exchanges nothing."""
+        """`wrappers`: the DDP modules in the model. `group`: None for a plain module, which exchanges nothing."""
         self._group = group
         self._wrappers = [weakref.ref(each) for each in wrappers]
         ignored = {id(each) for wrapper in wrappers for each in _ignored(wrapper)}
@@ -265,28 +275,30 @@ class _CarefulStep:
         self.begin()
 
     def begin(self) -> None:
-        """The step's first micro-batch comes."""
+        """Begin a step, before its first micro-batch."""
         self._failed = False
         self._buffers.keep()
         for wrapper in _alive(self._wrappers):
-            wrapper.require_forward_param_sync = False  # it would wait for the others in the forward pass
+            wrapper.require_forward_param_sync = False  # otherwise DDP waits for the others in the forward pass
 
     @contextlib.contextmanager
     def attempt(self, loader: DataLoader) -> Iterator[None]:
-        """Note that memory was too short for a micro-batch, unless there are no smaller ones."""
+        """Note that memory was too short for the micro-batch in the block. The error is raised if there is no smaller
+        one."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             if loader.batch_size == 1:
                 raise
             self._failed = True
-            traceback.clear_frames(error.__traceback__)  # they hold what the forward pass has kept
+            traceback.clear_frames(error.__traceback__)  # their variables keep the memory of the forward pass in use
             self._drop_gradients()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
     def complete(self, loader: DataLoader) -> bool:
-        """All ranks, after their last micro-batch: exchange the gradients. False: the step is to be repeated."""
+        """Exchange the gradients; all ranks call this after their last micro-batch. Returns False if the step has to be
+        repeated."""
         short, used = self._agree()
         if not short:
             if self._group is not None:
@@ -310,17 +322,18 @@ class _CarefulStep:
             each.grad = None
 
     def _agree(self) -> tuple[int, list[bool]]:
-        """One more than a rank that had too little memory, 0: none; and which parameters have a gradient anywhere."""
+        """Exchange facts with the other ranks. Returns the number of a rank that had too little memory, plus 1 (0: none
+        had), and whether each parameter has a gradient on any rank."""
         rank = 0 if self._group is None else dist.get_rank(self._group)
-        said = torch.tensor([(rank + 1) * self._failed, *(each.grad is not None for each in self._parameters)])
+        flags = torch.tensor([(rank + 1) * self._failed, *(each.grad is not None for each in self._parameters)])
         if self._group is not None:
-            said = said.to(self._parameters[0].device)
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
-        short, *used = said.tolist()
+            flags = flags.to(self._parameters[0].device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        short, *used = flags.tolist()
         return short, [bool(each) for each in used]
 
     def _exchange(self, parameters: list[nn.Parameter]) -> None:
-        """The mean over the ranks, in place."""
+        """Replace the gradients by their mean over the ranks."""
         world = dist.get_world_size(self._group)
         buckets: dict[Any, list[list[torch.Tensor]]] = {}
         for each in reversed(parameters):
@@ -362,8 +375,8 @@ def _outermost(module: nn.Module, kind: type) -> list[Any]:
 
 
 _accumulations: weakref.WeakKeyDictionary[nn.Module, _Accumulation] = weakref.WeakKeyDictionary()
-"""The unfinished step of each model, for the model's life: a loop needs no object of ours, and the model gets no
-attribute."""
+"""The unfinished step of each model, as long as the model lives: so a loop needs no object of ours, and the model gets
+no attribute."""
 
 
 @functools.cache
@@ -372,9 +385,9 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_early_step(optimizer: Optimizer, *_: Any) -> None:
-    """An optimizer steps in the middle of its optimizer step: `if micro.last:` was forgotten. With one micro-batch this
-    does no harm; with more, as after the loss of a rank, it would step with gradients that were not exchanged, and the
-    ranks' weights would differ from then on."""
+    """Raise ProcessGroupError if an optimizer steps before the last micro-batch: `if micro.last:` was forgotten. With
+    one micro-batch per step that does no harm. With more, as after the loss of a rank, the optimizer would step with
+    gradients that were not exchanged, and the ranks' weights would differ from then on."""
     if not any(each.done for each in _accumulations.values()):
         return
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -389,7 +402,8 @@ def _refuse_early_step(optimizer: Optimizer, *_: Any) -> None:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, micro_batches: int | HasShare | None = None) -> Iterator[MicroBatch]:
-    """One micro-batch: scales its loss, and lets gradients be exchanged only in the last one of an optimizer step.
+    """Make one micro-batch of the passes in the block: its loss is scaled, and gradients are exchanged only in the last
+    one of an optimizer step.
 
         for batch in loader:
             with ht.accumulate(model, loader) as micro:      # forward pass and backward pass both inside
@@ -398,12 +412,12 @@ def accumulate(model: nn.Module, micro_batches: int | HasShare | None = None) ->
                 optimizer.step()
                 optimizer.zero_grad()
 
-    `micro_batches`: the loader that the loop is over (holdfast.train's), which decides what makes an optimizer step;
-    or a number of batches; without it the loader's own, or 1. In a loop over a loader of holdfast.train every sample
-    counts the same, however uneven batches are, and the epoch's last optimizer step may have fewer batches. With any
-    other loader batches weigh the same, and the count goes on over the end of an epoch. `model`: DDP, FSDP2, or
+    `micro_batches`: the loader of the loop (one of holdfast.train), which decides what makes an optimizer step; or a
+    number of batches; without it the loader's number, or 1. In a loop over a loader of holdfast.train every sample has
+    the same weight, however uneven batches are, and the epoch's last optimizer step may have fewer batches. With any
+    other loader batches have the same weight, and the count goes on over the end of an epoch. `model`: DDP, FSDP2, or
     neither. Raises ProcessGroupError for a number below 1, one that contradicts the loader, or a loader that has
-    handed out nothing.
+    handed out no batch.
     """
     accumulation = _accumulations.get(model)
     if accumulation is None:
@@ -411,13 +425,15 @@ def accumulate(model: nn.Module, micro_batches: int | HasShare | None = None) ->
             _watch_optimizers()
         accumulation = _accumulations[model] = _Accumulation(model)
     watch(model)
-    with accumulation.micro_batch(*_place(accumulation, micro_batches)) as micro:
+    with accumulation.micro_batch(*_next_micro_batch(accumulation, micro_batches)) as micro:
         yield micro
 
 
-def _place(accumulation: _Accumulation, given: int | HasShare | None) -> tuple[int, int, float, HasShare | None]:
+def _next_micro_batch(
+    accumulation: _Accumulation, given: int | HasShare | None
+) -> tuple[int, int, float, HasShare | None]:
     """Number, count and loss factor of the next micro-batch, and the loader if that makes the steps."""
-    loader = in_hand()
+    loader = current_loader()
     if given is None:
         given = 1 if loader is None or loader.share is None else loader
     if isinstance(given, int):
@@ -435,7 +451,7 @@ def _place(accumulation: _Accumulation, given: int | HasShare | None) -> tuple[i
             given = loader
     if isinstance(given, int):
         found = None if loader is None else accumulation.next_of(loader, given)
-        # min: the number may have become smaller in the middle of a step.
+        # The count may have become smaller in the middle of a step: then this is the last micro-batch.
         return (*(found or (min(accumulation.done, given - 1), given, 1 / given)), None)
     share = given.share
     if share is None:
@@ -460,5 +476,5 @@ class UnfinishedStep(NamedTuple):
 
 
 def unfinished_micro_batches() -> dict[int, UnfinishedStep]:
-    """By model that is in the middle of an optimizer step."""
+    """The unfinished optimizer steps, by the model's identity."""
     return {id(each): UnfinishedStep(each.begun, each.exchanges) for each in _accumulations.values() if each.done}

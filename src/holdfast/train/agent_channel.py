@@ -1,4 +1,4 @@
-"""A worker's side of a regroup: its channel to the agent, and the release of whatever blocks its main thread.
+"""A worker's side of a regroup: its channel to the agent, and the end of every wait that blocks its main thread.
 
 A worker whose training function runs in `ht.survive` connects to a socket of its agent. When another worker is lost,
 the agent orders all others to leave their generation and to wait ("release"); this waiting point is called the gate.
@@ -8,8 +8,8 @@ shuts the connections of the process group, and the wait ends with an exception.
 
 A main thread that computes meets no such wait for a while. It is interrupted, but only inside the call of a module (a
 forward pass). An exception anywhere else could leave half a file, which a program writes between two steps. An
-exception that another thread sets is raised at some later instruction, which may be such a place. So the thread asks
-for a signal handler: it runs in the main thread, sees where this is, and raises there or not at all.
+exception that another thread sets is raised at some later instruction, which may be in such code. So the thread asks
+for a signal handler: it runs in the main thread, sees what that is executing, and raises there or not at all.
 
 Knows sockets, the board's address and the messages (see supervisor/channel.py). Standard library only.
 """
@@ -38,7 +38,7 @@ UNINTERRUPTED_S = 0.5
 """Time after a release in which the main thread comes to the gate by itself, at its next collective operation or at the
 end of its step. After that it is interrupted in the next call of a module, unless an optimizer is at work."""
 INTERRUPT_AGAIN_S = 0.01
-"""Pause between two attempts to interrupt it: the handler may find it at a place where it must not raise."""
+"""Pause between two attempts to interrupt it (s): the handler may find it in code where it must not raise."""
 MODULE_CALL = ("torch.nn.modules.module", "_call_impl")
 """Module and name of the function through which torch calls every module."""
 
@@ -72,9 +72,9 @@ class AgentChannel:
         self._connection = connection
         self._connection.setblocking(False)
         self.uninterrupted = threading.RLock()
-        """The lock of all fields below. While the main thread has it, it is not interrupted. The main thread takes it
-        itself, and not by the condition, whose `with` is Python code: an exception of a signal handler there would
-        leave it locked."""
+        """The lock of all fields below. While the main thread has it, it is not interrupted. The main thread takes this
+        lock, not the condition, whose `with` is Python code: an exception of a signal handler there would leave it
+        locked."""
         self._changed = threading.Condition(self.uninterrupted)
         self.released: Release | None = None
         """The order to come to the gate, until its "go" was taken. An attribute: it is read in each step."""
@@ -87,6 +87,7 @@ class AgentChannel:
         self._cut: Callable[[], object] = lambda: None
         self._may_interrupt: Callable[[], bool] = lambda: False
         self._exception: type[BaseException] | None = None
+        """The exception that interrupts the main thread; the three come from `train`."""
         self._handler_before: Any = None
         """The program's own handler of the signal, which `close` restores. Ours is in place while this is set."""
         self._thread = threading.Thread(target=self._listen, name="holdfast-regroup", daemon=True)
@@ -94,7 +95,7 @@ class AgentChannel:
 
     @classmethod
     def open(cls, environ: Mapping[str, str] = os.environ) -> AgentChannel | None:
-        """Connect to the agent; None: there is none that offers it."""
+        """A channel to the agent; None: there is no agent, or it does not offer one."""
         address = environ.get(BOARD_VARIABLE, "")
         if not address:
             return None
@@ -110,7 +111,7 @@ class AgentChannel:
         return cls(connection)
 
     def close(self) -> None:
-        """Leave: this worker cannot go on in another generation any more."""
+        """Close the channel: this worker cannot go on in another generation any more."""
         if self._handler_before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(INTERRUPT_SIGNAL, self._handler_before)
             self._handler_before = None
@@ -176,6 +177,7 @@ class AgentChannel:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        """Read the agent's orders, and make the main thread come to the gate when one says so."""
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
         while not self._lost:
@@ -187,7 +189,7 @@ class AgentChannel:
                 self._free_main_thread(release)
 
     def _receive(self) -> None:
-        """Take every message that has arrived; for both threads."""
+        """Take every message that has arrived. Both threads call it."""
         with self.uninterrupted:
             while not self._lost:
                 try:
@@ -213,7 +215,9 @@ class AgentChannel:
                     self._go = Go(generation, {str(name): str(value) for name, value in environment.items()})
 
     def _free_main_thread(self, release: Release) -> None:
-        # Under the lock: otherwise the main thread might join a new group before the old one is cut, and lose that.
+        """End the main thread's waits, and interrupt it, until it comes to the gate or the order is out of date."""
+        # The lock is held until the old group is cut: otherwise the main thread might join a new one before, and lose
+        # that one.
         with self._changed:
             if self._arrived or self.released is not release:
                 return
@@ -249,7 +253,7 @@ class GroupSockets:
 
     def __init__(self) -> None:
         self._links: dict[int, str] = {}
-        """Descriptor -> kernel's name of the socket, which tells whether the number has another socket now."""
+        """Descriptor -> kernel's name of the socket, which shows whether the number has another socket now."""
         self._shut: list[socket.socket] = []
         """Duplicates of the connections that were cut, which keep them open until `forget`."""
 
@@ -264,7 +268,7 @@ class GroupSockets:
             self._links |= {fd: link for fd, link in after.items() if before.get(fd) != link}
 
     def cut(self) -> int:
-        """End every wait on the connections, in this process alone. Returns their number. For any thread.
+        """End every wait on the connections, in this process alone. Returns their number. Any thread may call it.
 
         They are shut for reading only, and stay open until `forget`, whatever gloo closes: gloo loses an operation, and
         waits for it for ever, when it answers a message of a peer that has closed the connection in between. A

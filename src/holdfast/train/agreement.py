@@ -5,8 +5,8 @@ order; rank 0 gathers and answers. No collective of the process group is used, s
 backend, and no data from the network is unpickled. A process without a group is a world of one.
 
 `Schedule` and `Timekeeper` decide when to save. Each rank counts steps by itself. Only rank 0 measures time: at a few
-steps that all ranks know in advance (`look_at`) the others ask rank 0. Each such step comes after about half of the
-time that is left until the next save, so a period of two minutes takes about ten of them, however fast the steps are.
+steps that all ranks know in advance (`ask_at`) the others ask it. Each such step comes after about half of the time
+that is left until the next save, so a period of two minutes takes about ten of them, however fast the steps are.
 
 `FailedSaves` counts saves that failed in the background, so that all ranks raise at the same step. A full disk must not
 end a training whose state is in memory: only several failures in a row do. Another job in the folder ends it at once.
@@ -50,10 +50,11 @@ class RankFailure:
     """A failure as it is reported to all ranks."""
 
     code: str
+    """The code of the error's class."""
     text: str
-    """For users."""
+    """The message for users."""
     fatal: bool
-    """All ranks raise it; otherwise it is a warning."""
+    """Whether all ranks raise it; False: it is a warning."""
 
 
 class FailedSaves:
@@ -64,15 +65,15 @@ class FailedSaves:
         self._max = failed_saves_max
         self._in_row = 0
         self._open = False
-        """A save was handed over, and its result is unknown."""
+        """Whether a save was handed over whose result is not known yet."""
 
     def handed_over(self) -> None:
-        """Another save was handed over."""
+        """Note that another save was handed over."""
         self._open = True
 
     def reported(self, reports_by_rank: Sequence[Reports], *, busy: bool) -> RankFailure | None:
-        """The failure in the ranks' reports, which are in order of rank; `busy`: rank 0 still writes, or waits for
-        other parts."""
+        """The failure in the ranks' reports, which are in order of rank; None: there is none, or it was reported as
+        another rank's. `busy`: rank 0 still writes, or waits for other parts."""
         reports = [
             (code, text if rank == 0 else f"rank {rank}: {text}")
             for rank, each in enumerate(reports_by_rank)
@@ -85,7 +86,8 @@ class FailedSaves:
             if self._open and not busy:
                 self._open, self._in_row = False, 0
             return None
-        # A missing part follows from another rank's failure, and rank 0 may notice it later.
+
+        # A missing part follows from another rank's failure. Rank 0 may notice it later: it is no second failure.
         causes = [each for each in reports if each[0] != SnapshotIncompleteError.code]
         if self._open:
             self._open = False
@@ -93,13 +95,14 @@ class FailedSaves:
         return RankFailure(*causes[0], fatal=False) if causes else None
 
     def not_begun(self, error: SnapshotError, *, demanded: bool = False) -> RankFailure:
-        """A save could not begin. One that the program `demanded` is fatal."""
+        """The failure of a save that could not begin. It is fatal if the program `demanded` the save."""
         self._open = False
         if demanded or isinstance(error, SnapshotBusyError):
             return RankFailure(error.code, str(error), fatal=True)
         return self._count(error.code, str(error))
 
     def _count(self, code: str, text: str) -> RankFailure:
+        """Count another failure in a row."""
         self._in_row += 1
         fatal = self._in_row >= self._max
         rest = "" if fatal else "; training goes on"
@@ -108,12 +111,14 @@ class FailedSaves:
         )
 
 
-LOOK_STEPS_MAX = 1_000_000
+ASK_STEPS_MAX = 1_000_000
+"""Largest number of steps between two questions to rank 0."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How often a snapshot goes to the disk: `every=` of Snapshots. Neither: never by itself."""
+    """The interval between two snapshots on the disk: `every=` of Snapshots. Without both fields none is saved by
+    itself."""
 
     seconds: float | None = None
     steps: int | None = None
@@ -121,11 +126,12 @@ class Interval:
 
     @classmethod
     def of(cls, every: str | None) -> Interval:
-        """
+        """The interval of this text; None: no interval.
+
         >>> Interval.of("90s"), Interval.of("500 steps")
         (Interval(seconds=90.0, steps=None), Interval(seconds=None, steps=500))
 
-        Raises IntervalError for what is not a number with its unit, in a text."""
+        Raises IntervalError if it is not a text with a number and its unit."""
         if every is None:
             return cls()
         if isinstance(every, int | float) or (isinstance(every, str) and re.fullmatch(r"\s*[0-9.]+\s*", every)):
@@ -142,7 +148,7 @@ class Interval:
 
 
 def check_options(memory_every: int | None, keep: Keep | None, copies: int) -> None:
-    """Of `Snapshots`. IntervalError, RetentionError."""
+    """Check three arguments of `Snapshots`. Raises IntervalError, RetentionError."""
     if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
         raise IntervalError(f"memory_every={memory_every!r}: a number of steps, at least 1, or None")
     if copies not in (0, 1):
@@ -160,58 +166,63 @@ class Schedule:
     """One rank's schedule of saves. `step` and `last` count calls of Snapshots.step()."""
 
     def __init__(self, every: Interval, memory_every: int | None) -> None:
-        """`memory_every`: steps, or None without a memory tier."""
+        """`every`: the interval of saves to the disk. `memory_every`: that of saves to memory, in steps; None: none."""
         self._every_steps = every.steps
         self._timed = every.seconds is not None
         self._memory_every = memory_every
         self.within_epochs = every is not None or memory_every is not None
         """Whether states are saved in the middle of epochs."""
-        self.look_at = 1
-        """The next step at which rank 0 is asked."""
+        self.ask_at = 1
+        """The next step at which rank 0 is asked whether a save is due."""
         self.durable_step = 0
+        """The step of the last save to the disk."""
         self.saved_step = 0
+        """The step of the last save of any kind."""
 
     def start(self, step: int) -> None:
-        """Training begins, or continues, after this step."""
+        """Begin to count: training begins, or continues, after this step."""
         self.durable_step = self.saved_step = step
-        self.look_at = step + 1
+        self.ask_at = step + 1
 
     def state(self) -> list[int]:
         """The state for a rank that joins during training: argument of `follow`."""
-        return [self.durable_step, self.saved_step, self.look_at]
+        return [self.durable_step, self.saved_step, self.ask_at]
 
     def follow(self, state: Sequence[int]) -> None:
-        """Go on as another rank does."""
-        self.durable_step, self.saved_step, self.look_at = state
+        """Take over the schedule of another rank: the argument is its `state`."""
+        self.durable_step, self.saved_step, self.ask_at = state
 
     def durable_due(self, step: int) -> bool:
         """Whether a save to the disk is due by the number of steps."""
         return crossed(step, self.durable_step, self._every_steps)
 
     def memory_due(self, step: int) -> bool:
+        """Whether a save to memory is due."""
         return crossed(step, self.saved_step, self._memory_every)
 
-    def look_due(self, step: int) -> bool:
+    def ask_due(self, step: int) -> bool:
         """Whether rank 0 must be asked if a save is due."""
-        return self._timed and step >= self.look_at
+        return self._timed and step >= self.ask_at
 
     def saved(self, step: int, durable: bool) -> None:
+        """Note that this step was saved; `durable`: to the disk."""
         self.saved_step = step
         if durable:
             self.durable_step = step
 
 
 class Timekeeper:
-    """Rank 0's clock for an `every=` that is a time."""
+    """Rank 0's clock for an `every=` that is a time. Its times are monotonic (s)."""
 
     def __init__(self, every_s: float | None) -> None:
+        """`every_s`: None: `every=` is no time."""
         self._every_s = every_s
-        self._saved_s = self._looked_s = 0.0
-        self._looked_step = 0
+        self._saved_s = self._asked_s = 0.0
+        self._asked_step = 0
 
     def start(self, step: int, now_s: float) -> None:
-        self._saved_s = self._looked_s = now_s
-        self._looked_step = step
+        self._saved_s = self._asked_s = now_s
+        self._asked_step = step
 
     def due(self, now_s: float) -> bool:
         return self._every_s is not None and now_s - self._saved_s >= self._every_s
@@ -219,48 +230,51 @@ class Timekeeper:
     def saved(self, now_s: float) -> None:
         self._saved_s = now_s
 
-    def next_look(self, step: int, now_s: float) -> int:
+    def next_ask(self, step: int, now_s: float) -> int:
         """The step at which about half of the remaining time will have passed."""
         if self._every_s is None:
-            return step + LOOK_STEPS_MAX
-        took = max(step - self._looked_step, 1)
-        pace_s = max((now_s - self._looked_s) / took, 1e-6)
-        self._looked_step, self._looked_s = step, now_s
+            return step + ASK_STEPS_MAX
+        steps = max(step - self._asked_step, 1)
+        step_s = max((now_s - self._asked_s) / steps, 1e-6)
+        self._asked_step, self._asked_s = step, now_s
         left_s = max(self._saved_s + self._every_s - now_s, 0.0)
-        ahead = int(left_s / 2 / pace_s)
-        return step + min(max(ahead, 1), LOOK_STEPS_MAX)
+        ahead = int(left_s / 2 / step_s)
+        return step + min(max(ahead, 1), ASK_STEPS_MAX)
 
 
 PATIENCE_S = 600.0
 """The ranks wait this long for each other: the slowest one may be reading a data set."""
 
 RANK_0_FIRST_S = 5.0
-"""The others wait this much longer for rank 0, which may itself wait for one of them, and then reports for which
+"""The others wait this much longer for rank 0: it may itself wait for one of them, and then its report says for which
 one."""
 SILENT = "silent"
-"""The key of that report."""
+"""The key of that report in the store."""
 GUARD_S = 5.0
 """A rank that has waited this long in a named call warns which ranks are missing; ranks other than 0 wait twice as
 long."""
 MEETING_GUARD_S = 30.0
 """The same as GUARD_S, while the ranks meet: before that, one of them may have had a data set to prepare."""
-LOOK_AGAIN_S = 0.005
-"""Between two reads while ranks meet."""
+POLL_S = 0.005
+"""Pause between two reads of the store while ranks meet (s)."""
 
 _numbers = itertools.count()
-"""One number for each object: all ranks create theirs in the same order, as they do process groups."""
+"""A number for each Peers object of this process. It is the same on all ranks: they create these objects in the same
+order, as they do process groups."""
 
 
 class Peers:
     """The ranks of this job, and the messages between them."""
 
     def __init__(self, rank: int, world: int, store: Any = None, patience_s: float = PATIENCE_S) -> None:
-        """`store`: torch's, with a prefix that was never used before; None only in a world of one."""
+        """`store`: a store of torch with a prefix that was never used before; None only in a world of one."""
         self.rank, self.world = rank, world
         self.store = store
         self._patience_s = patience_s
         self._turn = 0
+        """The number of messages so far; it makes their keys unique, and is equal on all ranks."""
         self._posted: list[str] = []
+        """Keys of rank 0's messages that the others may not have read yet."""
         self._call, self._guard_s = "", GUARD_S
 
     @classmethod
@@ -273,10 +287,11 @@ class Peers:
 
     @classmethod
     def meeting(cls, store: Any, rank: int, world: int, patience_s: float = PATIENCE_S) -> Peers:
-        """Ranks that meet in this store, under a prefix that no earlier life of the job has used.
+        """The peers that meet in this store, under a prefix that no earlier life of the job has used.
 
-        torchrun keeps one store over its restarts, so messages of dead processes could be taken for answers. So each
-        rank sends a random word and waits for an answer to that word: the prefix, which is rank 0's word.
+        torchrun keeps one store over its restarts, so messages of dead processes could be mistaken for answers.
+        Therefore each rank sends a random word, and waits for an answer to that word: the prefix, which is the random
+        word of rank 0.
         """
         word = os.urandom(8).hex()
         peers = cls(rank, world, store, patience_s)
@@ -291,7 +306,7 @@ class Peers:
         return peers
 
     def _greet(self, word: str) -> None:
-        """Rank 0: answer every hello, also one that replaces a dead process's, until all ranks are present."""
+        """Answer every hello, also one that replaces a dead process's, until all ranks are present. Rank 0 calls it."""
         hellos = [f"hello/{rank}" for rank in range(1, self.world)]
         here = [f"{word}/{rank}" for rank in range(1, self.world)]
         answered: set[str] = set()
@@ -307,12 +322,12 @@ class Peers:
             if time.monotonic() > warn_s:
                 self._warn(here, self._guard_s)
                 warn_s = deadline_s
-            time.sleep(LOOK_AGAIN_S)  # a store reports that there is a value, not that the value has changed
+            time.sleep(POLL_S)  # a store reports that there is a value, not that the value has changed
         for each in (*hellos, *here, *answered):
             self.store.delete_key(each)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank: at rank 0; the other ranks get an empty list, at once."""
+        """Every rank's value, by rank, at rank 0. The other ranks do not wait, and get an empty list."""
         if self.store is None:
             return [value]
         self._turn += 1
@@ -322,12 +337,12 @@ class Peers:
             return []
         keys = [f"{key}{rank}" for rank in range(1, self.world)]
         texts = self._take(keys)
-        for each in (*keys, *self._posted):
-            self.store.delete_key(each)  # a rank that has answered has read the earlier message
+        for each in (*keys, *self._posted):  # a rank that has sent its value has read the earlier messages
+            self.store.delete_key(each)
         self._posted.clear()
         return [value, *map(json.loads, texts)]
 
-    def tell(self, value: Any = None) -> Any:
+    def broadcast(self, value: Any = None) -> Any:
         """Rank 0's value, at every rank; the others' `value` is ignored."""
         if self.store is None:
             return value
@@ -339,7 +354,7 @@ class Peers:
         self._posted.append(key)
         return value
 
-    def tell_each(self, values: list[Any]) -> Any:
+    def scatter(self, values: list[Any]) -> Any:
         """Rank 0's value for each rank: the element at its index."""
         if self.store is None:
             return values[0]
@@ -352,27 +367,27 @@ class Peers:
             self._posted.append(f"{self._turn}!{rank}")
         return values[0]
 
-    def share(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, at every rank."""
-        shared: list[Any] = self.tell(self.gather(value))
+        shared: list[Any] = self.broadcast(self.gather(value))
         return shared
 
-    def post(self, word: str, value: Any) -> None:
-        """Leave a value for any rank that asks for this word: not all ranks need to. The first one stays."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: nobody asks
+    def post(self, name: str, value: Any) -> None:
+        """Leave a value under this name for any rank that asks; not all ranks need to. The first one stays."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no rank can ask
             if self.store is not None:
-                self.store.compare_set(f"posted/{word}", "", json.dumps(value))
+                self.store.compare_set(f"posted/{name}", "", json.dumps(value))
 
-    def posted(self, word: str, patience_s: float) -> Any:
-        """What some rank has posted, or posts so soon; else None."""
-        key, deadline = f"posted/{word}", time.monotonic() + patience_s
+    def posted(self, name: str, patience_s: float) -> Any:
+        """The value that some rank has posted, or posts within this time; None: none has."""
+        key, deadline = f"posted/{name}", time.monotonic() + patience_s
         with contextlib.suppress(RuntimeError):
             while self.store is not None:
                 if self.store.check([key]):
                     return json.loads(self.store.get(key))
                 if time.monotonic() >= deadline:
                     break
-                time.sleep(LOOK_AGAIN_S)  # not `wait`, which prints a warning of torch's when its time is over
+                time.sleep(POLL_S)  # the store's own `wait` would print a warning when its time is over
         return None
 
     @contextlib.contextmanager
@@ -385,6 +400,7 @@ class Peers:
             self._call = ""
 
     def _take(self, keys: list[str]) -> list[bytes]:
+        """Wait for these keys. Returns their values. Raises SnapshotIncompleteError."""
         patience_s = self._patience_s + (RANK_0_FIRST_S if self.rank else 0.0)
         guard_s = 2 * self._guard_s if self.rank else self._guard_s
         if self._call and guard_s < patience_s and not self._is_there(keys, guard_s):
@@ -413,17 +429,19 @@ class Peers:
         return True
 
     def _missing(self, keys: list[str]) -> str:
+        """The ranks whose keys are missing, for a message. Ranks other than 0 wait for rank 0 only."""
         missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
         return ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "") if self.rank == 0 else "0"
 
     def _silence(self, keys: list[str]) -> SnapshotIncompleteError:
-        who = self._missing(keys)
+        """The error for ranks that send nothing. Rank 0 also leaves their numbers for the others."""
+        silent = self._missing(keys)
         if self.rank == 0:
-            self.store.set(SILENT, who)
+            self.store.set(SILENT, silent)
         elif self.store.check([SILENT]):
-            who = self.store.get(SILENT).decode()
+            silent = self.store.get(SILENT).decode()
         return SnapshotIncompleteError(
-            f"rank {who} sent nothing for {self._patience_s:g} s\n"
+            f"rank {silent} sent nothing for {self._patience_s:g} s\n"
             "every rank has to call resume(), step() and save() equally often"
         )
 
@@ -432,7 +450,7 @@ def node_key() -> str:
     """A key that is equal for processes with the same /dev/shm."""
     boot = boot_id()
     try:
-        place = os.stat("/dev/shm")
+        status = os.stat("/dev/shm")
     except OSError:
         return f"{boot}:{os.getpid()}"
-    return f"{boot}:{place.st_dev}:{place.st_ino}"
+    return f"{boot}:{status.st_dev}:{status.st_ino}"

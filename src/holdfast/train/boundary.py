@@ -1,6 +1,6 @@
 """The state of one rank after its last step, as far as the next step changes it before its optimizer does.
 
-With it a rank that was interrupted in a step goes back to the step's begin (see survival.py).
+With it a rank that was interrupted in a step goes back to the beginning of that step (see survival.py).
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from holdfast.train.state import Tracker, TrainState, position_of
 class Boundary:
     """The state after this rank's last step, as far as the next step changes it before its optimizer does.
 
-    `mark` and `forward_done` are called in each step, when its work has emptied the caches: what they cost is what they
-    touch for the first time. So they copy plain memory, by few functions.
+    `mark` and `forward_done` are called in each step, when its work has emptied the processor's caches: their cost is
+    the memory that they touch for the first time. So they copy plain memory, by few functions.
     """
 
     def __init__(self, tracker: Tracker, place: str) -> None:
         """`place`: a folder in memory that outlives this process; empty: there is none."""
         self.step = self.epoch = 0
+        """The step and the epoch of the last `mark`."""
         self.after_forward: Callable[[], object] | None = None
-        """Called at the end of each forward pass."""
+        """A function that is called at the end of each forward pass; None: there is none."""
         self._tracker = tracker
         self._followers = tracker.followers()
         self._positions: list[dict[str, Any]] | None = []
+        """Positions of the followers; None: a sampler did not know its own."""
         self._random = RandomNumbers()
         self._interrupted: tuple[States, list[torch.Tensor]] | None = None
-        """Random numbers and buffers when the rank was interrupted."""
+        """Random numbers and buffers when the rank was interrupted; None: it never was."""
         self._record = RandomRecord.at(place, self._random.states)
         self._schedulers = [each for each in tracker.others.values() if isinstance(each, LRScheduler)]
         self._schedules_now = [_schedule_of(each) for each in self._schedulers]
@@ -59,8 +61,8 @@ class Boundary:
         self._has_more = bool(self._followers or self._scalers)
 
     def mark(self, state: TrainState, *, begins: bool = False) -> None:
-        """The step that the state counts is complete. `begins`: the training function was not called since this state
-        was made or taken."""
+        """Keep the state: the step that it counts is complete. `begins`: the training function was not called since
+        this state was made or taken."""
         step = self.step = state.step
         self.epoch = state.epoch
         self._random.read()
@@ -68,7 +70,7 @@ class Boundary:
             self._record.write(step, self._random.states, complete=True)
         if self._schedulers:
             self._schedules = [now() for now in self._schedules_now]
-        # Without a schedule, too: one of the program's own may multiply a learning rate at an epoch's end.
+        # Also without a schedule: the program's own code may change a learning rate at an epoch's end.
         self._options = [
             group.copy() if type(group.get("lr")) is float else _options_of(group)
             for each in self._optimizers
@@ -83,9 +85,10 @@ class Boundary:
             self.objects.mark(step, begins=begins)
 
     def _mark_more(self) -> None:
+        """Keep what only some programs have: positions in the data, scales of a GradScaler."""
         try:
             self._positions = [position_of(each) for each in self._followers.values()]
-        except DataStateError:  # a sampler whose trained indices nobody has reported: `positions` raises it again
+        except DataStateError:  # a sampler does not know which indices are trained: `positions` raises this again
             self._positions = None
         self._scales = [
             [None if each is None else each.clone() for each in torch_private.scale_of(scaler)]
@@ -93,27 +96,29 @@ class Boundary:
         ]
 
     def untouched(self) -> bool:
-        """Whether nothing has changed since that moment that is not kept here: no parameter, as the momentum encoder's
-        forward pass or an adversarial step changes, and no large tensor of a tracked object."""
+        """Whether nothing that is not kept here has changed since the last `mark`: no parameter (the forward pass of a
+        momentum encoder changes some, and so does an adversarial step), and no large tensor of a tracked object."""
         return self._parameters.intact() and self.objects.intact()
 
     def moved(self) -> None:
-        """Parameters are not as they were at that moment, and it was found that their values are: from now on their
-        memory may be elsewhere (kept.py)."""
+        """Accept that parameters are in other memory than at the last `mark`: the caller has found that their values
+        are the same. From now on these are watched by their values (kept.py)."""
         if not self._parameters.intact():
             self._parameters.watch_values()
 
     def positions(self) -> dict[str, dict[str, Any]]:
-        """Of the loaders and samplers at that moment, by name. Raises DataStateError where a sampler cannot tell."""
+        """The positions of the loaders and samplers at the last `mark`, by name. Raises DataStateError if a sampler
+        does not know its position."""
         if self._positions is None:
             return self._tracker.positions()
         return dict(zip(self._followers, self._positions, strict=True))
 
     def forward_done(self) -> None:
-        """A model's forward pass is done. What a step draws it has drawn by now: should this rank be lost before its
-        step is complete, and others complete theirs with its gradients, its replacement needs this."""
+        """Write the random numbers down for a replacement: a model's forward pass is done, and a step draws nothing
+        after it. The replacement needs them if this rank is lost before its step is complete, and others complete
+        theirs with its gradients."""
         if self._record is not None:
-            # Micro-batches are counted, too; of an optimizer step the last one counts.
+            # Each micro-batch calls this; that of the step's last one stays.
             self._record.write(self._tracker.state.step + 1, self._random.now(), complete=False)
         if self.objects.any:
             self.objects.forward_done(self._tracker.state.step + 1)
@@ -121,7 +126,7 @@ class Boundary:
             self.after_forward()
 
     def rewind(self, state: TrainState) -> None:
-        """Go back to that moment."""
+        """Go back to the last `mark`."""
         self._interrupted = self._random.now(look=True), self._buffers.copies()
         state.step, state.epoch = self.step, self.epoch
         self._random.restore()
@@ -138,18 +143,19 @@ class Boundary:
             torch_private.set_scale(scaler, *(None if each is None else each.clone() for each in scales))
 
     def complete(self, step: int) -> None:
-        """All go on from this step. The buffers are this rank's own: each rank has others.
+        """Give the buffers this rank's own values, since all ranks go on from this step, and each has its own.
 
-        If it is the step that this rank was interrupted in, the others had its gradients, so its forward pass was done,
-        and what that has changed is right. What changes later in a step (averages of the weights) is the others'."""
+        If the rank was interrupted in this step, the others had its gradients, so its forward pass was done: the
+        buffers that the pass has changed are right. Those that change later in a step (averages of the weights) are
+        the source's."""
         if step == self.step:
             self._buffers.restore()
         elif step > self.step and self._interrupted is not None:
             self._buffers.restore_changed(self._interrupted[1])
 
     def restore_random(self, step: int, *, survived: bool) -> bool:
-        """Set the random numbers that this rank had, or the lost one in its place, after this step. False: they are
-        not known, and nothing is set."""
+        """Set the random numbers that this rank, or the lost one that it replaces, had after this step. Returns False,
+        and sets nothing, if they are not known."""
         if survived and step == self.step:
             self._random.restore()
         elif survived and step > self.step and self._interrupted is not None:
@@ -161,7 +167,7 @@ class Boundary:
         return True
 
     def random_digests(self) -> dict[str, str]:
-        """Of the generators' states at that moment, by name."""
+        """The digests of the generators' states at the last `mark`, by name."""
         return self._random.by_generator()
 
     @property
@@ -171,8 +177,9 @@ class Boundary:
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the options of a parameter group."""
     options = group.copy()
-    if isinstance(options.get("lr"), torch.Tensor):  # schedulers change it in place then
+    if isinstance(options.get("lr"), torch.Tensor):  # schedulers change such a learning rate in place
         options["lr"] = options["lr"].clone()
     return options
 
@@ -185,23 +192,24 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _schedule_of(scheduler: LRScheduler) -> Callable[[], dict[str, Any]]:
-    """What gives its state. Most schedulers keep torch's `state_dict`: all attributes but the optimizer, in a loop."""
+    """The function that gives a scheduler's state. Most schedulers keep torch's `state_dict`, which returns all
+    attributes but the optimizer, by a loop: a copy of all attributes is faster."""
     keeps_it = type(scheduler).state_dict is LRScheduler.state_dict
     now: Callable[[], dict[str, Any]] = vars(scheduler).copy if keeps_it else scheduler.state_dict
     return now
 
 
 _after_forward: dict[int, Callable[[], object]] = {}
-"""By the identity of a model: what is called when its forward pass is done."""
+"""The function that is called when a model's forward pass is done, by the model's identity."""
 
 
 @contextlib.contextmanager
 def noted_forward(model: nn.Module, note: Callable[[], object]) -> Iterator[None]:
     """Call `note` at the end of each forward pass in this block, except in one that is being compiled.
 
-    Not by torch's hook: with one, a call of a module takes 8 µs more. A copy of the model, or one that is pickled, has
-    its own forward pass, and notes nothing."""
-    if "forward" in model.__dict__:  # somebody has replaced it already
+    It replaces `forward` instead of using torch's hook, with which a call of a module takes 8 µs more. A copy of the
+    model, or one that is pickled, has its own forward pass, and notes nothing."""
+    if "forward" in model.__dict__:  # the program, or a library, has replaced it already
         _after_forward[id(model)] = note
         hook = model.register_forward_hook(_note)
         try:
@@ -219,7 +227,7 @@ def noted_forward(model: nn.Module, note: Callable[[], object]) -> Iterator[None
         return output
 
     _after_forward[id(model)] = note
-    # Bound to the model: a copy's is bound to the copy.
+    # A method bound to the model: that of a copy is bound to the copy, which `_note` does not know.
     model.__dict__["forward"] = ours = types.MethodType(noted, model)
     try:
         yield
@@ -238,50 +246,57 @@ class Buffers:
     """The buffers of some models, and their values at the last `keep`."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._places = [
+        self._names = [
             (torch_private.buffers_of(module), name)
             for model in models
             for module in model.modules()
             for name, each in torch_private.buffers_of(module).items()
             if each is not None
         ]
-        self.any = bool(self._places)
-        self._met: list[torch.Tensor | None] = []
-        """The tensors that were there at the last `keep`."""
+        self.any = bool(self._names)
+        """Whether there are any."""
+        self._found: list[torch.Tensor | None] = []
+        """The tensors that were found last; None in place of one that the model has set to None."""
         self._theirs: list[torch.Tensor] = []
-        """The same, for copies."""
+        """The same tensors, detached."""
         self._values: list[torch.Tensor] = []
+        """Copies of their values at the last `keep`."""
         self._addresses: list[int] = []
+        """The addresses of their memory."""
         self._copy: Callable[[], object] = list
+        """Copies all buffers into `_values`."""
 
     def keep(self) -> None:
+        """Keep the values."""
         self._find()
         self._copy()
 
     def copies(self) -> list[torch.Tensor]:
+        """Copies of the values now."""
         self._find()
         return [each.clone() for each in self._theirs]
 
     def restore(self, values: Sequence[torch.Tensor] = ()) -> None:
-        """Of the last `keep`, or these."""
+        """Give the buffers the values of the last `keep`, or these."""
         if values or self._values:
             self._find()
             copying.copy_alike(self._theirs, values or self._values)
 
     def restore_changed(self, values: Sequence[torch.Tensor]) -> None:
-        """Those of these that are not as they were at the last `keep`."""
+        """Give those buffers these values whose value differs from that of the last `keep`."""
         self._find()
         there = zip(self._theirs, values, self._values, strict=True)
         changed = [(theirs, value) for theirs, value, kept in there if not torch.equal(value, kept)]
         copying.copy_alike([theirs for theirs, _ in changed], [value for _, value in changed])
 
     def _find(self) -> None:
-        """A model may put another tensor in the place of one, or give it other memory."""
-        there = [places[name] for places, name in self._places]
+        """Find the tensors again: a model may replace one, or give it other memory."""
+        there = [buffers[name] for buffers, name in self._names]
         addresses = list(map(torch.Tensor.data_ptr, self._theirs))
-        if len(there) == len(self._met) and all(map(is_, there, self._met)) and addresses == self._addresses:
+        if len(there) == len(self._found) and all(map(is_, there, self._found)) and addresses == self._addresses:
             return
-        self._met = there
+
+        self._found = there
         self._theirs = [each.detach() for each in there if each is not None]
         if [each.shape for each in self._values] != [each.shape for each in self._theirs]:
             self._values = [each.clone() for each in self._theirs]

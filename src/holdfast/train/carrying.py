@@ -1,7 +1,7 @@
-"""What `ht.survive` can carry over the loss of a rank, decided before the training function is called.
+"""Decides what `ht.survive` can carry over the loss of a rank, before the training function is called.
 
-Three answers: it can; it is a plain call, because of a `Why`; or the program has a mistake that would make ranks differ
-without a word, and TrackingError names it.
+There are three answers: a loss can be survived; `ht.survive` is a plain call, for a `PlainCallReason`; or the program
+has a mistake by which ranks would differ without any error, and a TrackingError names it.
 
 An object with a state that the function uses, and that is not tracked, is such a mistake: a replacement would begin
 with a new one, and a step that is given up would stay in it. Such objects are found by the names that the function
@@ -34,8 +34,8 @@ from holdfast.train.own_objects import is_data, unknown_objects
 from holdfast.train.state import Tracker
 
 
-class Why(Enum):
-    """Why `ht.survive` is a plain call. The values are for the message, after "a plain call, because "."""
+class PlainCallReason(Enum):
+    """A reason why `ht.survive` is a plain call. The values complete the message "a plain call, because "."""
 
     NO_GROUP = "there is no ht.process_group()"
     OWN_GROUP = "the program has made the process group itself"
@@ -48,9 +48,9 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class PlainCall:
-    """`ht.survive` is a plain call."""
+    """The answer that `ht.survive` is a plain call."""
 
-    why: Why
+    why: PlainCallReason
     detail: str = ""
     """The part of the program that is the reason."""
 
@@ -59,27 +59,28 @@ class PlainCall:
 
 
 def surviving_mode() -> Survive:
-    """What --survive says, as far as this process knows."""
+    """The value of --survive, as far as this process knows."""
     return Survive(os.environ.get(SURVIVE_VARIABLE) or Survive.SHRINK.value)
 
 
 def why_plain(group: ProcessGroup | None, tracker: Tracker) -> PlainCall | None:
-    """Why a loss cannot be survived; None: it can."""
+    """The answer that a loss cannot be survived, with its reason; None: it can."""
     mode = surviving_mode()
     if group is None:
-        return PlainCall(Why.NO_GROUP)
+        return PlainCall(PlainCallReason.NO_GROUP)
     if group.connection is None:
-        return PlainCall(Why.OWN_GROUP)
+        return PlainCall(PlainCallReason.OWN_GROUP)
     if mode is Survive.OFF:
-        return PlainCall(Why.OFF)
+        return PlainCall(PlainCallReason.OFF)
     if any(isinstance(each, DTensor) for model in tracker.models for each in (*model.parameters(), *model.buffers())):
-        return PlainCall(Why.SHARDED)
+        return PlainCall(PlainCallReason.SHARDED)
     if reason := tracker.reducers.begin():
-        return PlainCall(Why.DDP, reason)
+        return PlainCall(PlainCallReason.DDP, reason)
     data = [f"{name}: {type(each).__name__}" for name, each in unknown_objects(tracker.others).items() if is_data(each)]
     if data and mode is not Survive.WAIT:
         return PlainCall(
-            Why.DATA, f"{', '.join(data)}; --survive wait can carry it, and so can a method regroup(rank, world)"
+            PlainCallReason.DATA,
+            f"{', '.join(data)}; --survive wait can carry it, and so can a method regroup(rank, world)",
         )
     return None
 
@@ -119,9 +120,9 @@ _OF_TORCH = (LRScheduler, GradScaler, Optimizer, AveragedModel)
 
 
 def _has_a_state(each: Any, tracked: Collection[int]) -> bool:
-    """Whether it is an object that changes as training goes on: a schedule, a scaler, early stopping. Not modules, of
-    which many are never trained; not what hands out data, since an evaluation's loader needs no state; and not an
-    object that gathers tracked ones, as the state for torch.distributed.checkpoint does."""
+    """Whether the object changes as training goes on: a schedule, a scaler, early stopping. Three kinds do not count:
+    modules, since many are never trained; objects that hand out data, since an evaluation's loader needs no state; and
+    objects that gather tracked ones, as the state for torch.distributed.checkpoint does."""
     if isinstance(each, AveragedModel):
         return True
     if isinstance(each, (type, types.ModuleType, nn.Module)) or is_data(each):
@@ -131,13 +132,13 @@ def _has_a_state(each: Any, tracked: Collection[int]) -> bool:
     try:
         has_a_state = callable(each.state_dict) and callable(each.load_state_dict)
         parts = [*vars(each).values()]
-    except Exception:  # noqa: BLE001 - a proxy of somebody's may raise anything
+    except Exception:  # noqa: BLE001 - an attribute of another library's proxy may raise anything
         return False
     return has_a_state and (isinstance(each, _OF_TORCH) or not any(id(part) in tracked for part in parts))
 
 
 def _used(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Name and value of what the function uses from outside of it."""
+    """The names that the function uses from outside of it, with their values."""
     plain, owner = _plain(function)
     if plain is None:
         return
@@ -149,7 +150,7 @@ def _used(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         try:
             yield name, cell.cell_contents
         except ValueError:
-            continue  # assigned later
+            continue  # the variable is assigned later
     names = {name for operation, name in _operations(plain) if operation in ("LOAD_GLOBAL", "LOAD_NAME")}
     yield from ((name, plain.__globals__[name]) for name in sorted(names & plain.__globals__.keys()))
 
@@ -169,7 +170,7 @@ def _assigned(function: Callable[..., Any]) -> set[str]:
 
 
 def _plain(function: Callable[..., Any]) -> tuple[types.FunctionType | None, object]:
-    """The function without decorators, and the object of which it is a method."""
+    """The function without decorators (None: it is not written in Python), and the object of which it is a method."""
     unwrapped = inspect.unwrap(function)
     owner = getattr(unwrapped, "__self__", None)
     plain = getattr(unwrapped, "__func__", unwrapped)
@@ -177,8 +178,8 @@ def _plain(function: Callable[..., Any]) -> tuple[types.FunctionType | None, obj
 
 
 def _operations(function: types.FunctionType) -> list[tuple[str, str]]:
-    """The names of operations and of what they are done with, in the function and those within it."""
-    import dis  # only here: it takes 5 ms to import
+    """The instructions of the function and of those within it: the name of each operation, and that of its operand."""
+    import dis  # imported here: it takes 5 ms
 
     return [
         (each.opname, str(each.argval))

@@ -1,11 +1,13 @@
-"""What `holdfast doctor` asks of torch; run by its path under the Python that the workers use, in a process of its own.
+"""Answers what `holdfast doctor` asks about torch. It is run by its path under the Python that the workers use, in a
+process of its own.
 
-    python checkup.py facts                    one line of JSON about torch and its GPUs, then the end
-    python checkup.py reduce RANK WORLD S      a small all-reduce with gloo; rank 0 prints {"port": P} of its store, the
-                                               others read `HOST PORT` from stdin; then one line of JSON says how it
-                                               went, and the process stays until stdin ends: its peers may need it
+    python checkup.py facts                    prints one line of JSON about torch and its GPUs, and ends
+    python checkup.py reduce RANK WORLD S      makes a small all-reduce with gloo; rank 0 prints {"port": P} of its
+                                               store, the others read `HOST PORT` from stdin; then one line of JSON says
+                                               how it went, and the process stays until stdin ends: its peers may need
+                                               it
 
-torch's own words go to stderr. Standard library and torch only: this file imports nothing of holdfast.
+torch's own output goes to stderr. Standard library and torch only: this file imports nothing of holdfast.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from datetime import timedelta
 from typing import Any
 
 ELEMENTS = 2**18
-"""A megabyte."""
+"""The number of floats in the all-reduce: a megabyte."""
 ROUNDS = 3
 
 
 def facts() -> dict[str, Any]:
-    """Raises whatever importing torch raises."""
+    """Facts about torch. Raises any exception that the import of torch raises."""
     import torch
 
     distributed = torch.distributed.is_available()
-    told: dict[str, Any] = {
+    found: dict[str, Any] = {
         "cpu_s": time.process_time(),
         "load": os.getloadavg()[0] / (os.cpu_count() or 1),
         "version": str(torch.__version__),
@@ -35,36 +37,36 @@ def facts() -> dict[str, Any]:
         "distributed": distributed,
         "gloo": bool(distributed and torch.distributed.is_gloo_available()),
     }
-    if told["cuda"]:
-        told |= gpu_facts(torch)
-    return told
+    if found["cuda"]:
+        found |= gpu_facts(torch)
+    return found
 
 
 def gpu_facts(torch: Any) -> dict[str, Any]:
-    """What CUDA says; no context is made on any GPU."""
-    told: dict[str, Any] = {"gpus": 0}
+    """Facts about CUDA and the GPUs; no context is made on any GPU."""
+    found: dict[str, Any] = {"gpus": 0}
     try:
-        told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception as error:  # noqa: BLE001 - a build without NCCL says so in many ways
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:  # noqa: BLE001 - a build without NCCL raises different exceptions
         sys.stderr.write(f"no NCCL: {error}\n")
     try:
         torch.cuda.init()
-        told["gpus"] = torch.cuda.device_count()
+        found["gpus"] = torch.cuda.device_count()
         archs = torch.cuda.get_arch_list()
-        told["unsupported"] = [
+        found["unsupported"] = [
             f"GPU {index} (sm_{major}{minor})"
-            for index in range(told["gpus"])
+            for index in range(found["gpus"])
             for major, minor in [torch.cuda.get_device_capability(index)]
             if archs and not any(runs_on(arch, major, minor) for arch in archs)
         ]
-    except Exception as error:  # noqa: BLE001 - whatever it is, the doctor wants to hear it
-        told["gpu_error"] = first_line(error)
-    return told
+    except Exception as error:  # noqa: BLE001 - whatever it is, the doctor reports it
+        found["gpu_error"] = first_line(error)
+    return found
 
 
 def runs_on(arch: str, major: int, minor: int) -> bool:
-    """`sm_86` is code for GPUs of its own major version, from its minor one; `compute_80` is compiled for any newer
-    GPU."""
+    """Whether code for this architecture runs on a GPU of this version: `sm_86` is code for GPUs of its own major
+    version, from its minor one on; `compute_80` is compiled for any newer GPU."""
     kind, _, digits = arch.partition("_")
     number = int(digits.rstrip("af"))
     if kind == "compute":
@@ -73,7 +75,7 @@ def runs_on(arch: str, major: int, minor: int) -> bool:
 
 
 def reduce(rank: int, world: int, limit_s: float) -> None:
-    """Prints what became of it. Ends with stdin."""
+    """Make the all-reduce, and print the result. Raises any exception of torch."""
     import torch
     import torch.distributed as dist
 
@@ -119,5 +121,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # our folder, whose files must not stand in for somebody's modules
+    del sys.path[0]  # our folder: its files must not hide modules with the same names
     main()

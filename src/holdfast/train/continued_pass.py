@@ -4,8 +4,8 @@ torch's `DataLoader` draws a seed for its worker processes whenever a pass begin
 none of its own. An undisturbed run draws one in each epoch. After a resume within an epoch, and after a loss in
 `ht.survive`, the rest of the epoch is a pass of its own, and everything that is drawn later would be another number.
 
-Only for what is tracked: a pass over an `ht.DistributedSampler`, and torchdata's loader. Worker processes that draw
-(random augmentations) begin with another seed all the same: what they had drawn is nowhere.
+This concerns tracked objects only: a pass over an `ht.DistributedSampler`, and torchdata's loader. Worker processes
+that draw (random augmentations) begin with another seed all the same: what they had drawn is not saved anywhere.
 
 Knows loaders and torch's generator. Knows nothing of snapshots.
 """
@@ -28,7 +28,7 @@ from holdfast.train.guards import replaced
 
 
 class ContinuedPasses:
-    """From its making until `stop`: torch's functions that begin a pass are replaced."""
+    """Replaces torch's functions that begin a pass, from its construction until `stop`."""
 
     def __init__(self, tracked: Callable[[], Collection[Any]]) -> None:
         """`tracked`: the objects that are tracked."""
@@ -40,12 +40,14 @@ class ContinuedPasses:
             self._replace(torchdatas, torch_private.MAKER_OF_PASSES, self._of_torchdata)
 
     def _replace(self, kind: Any, name: str, ours: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
+        """Let `ours` begin the passes of this class. A loader with a generator of its own draws nothing from the global
+        one, and is left alone."""
         begin = getattr(kind, name)
-        noted = weakref.WeakMethod(ours)
+        weak = weakref.WeakMethod(ours)  # an object that was never stopped must not be kept alive by torch's class
 
         @functools.wraps(begin)
         def begun(loader: Any) -> Any:
-            own = noted()
+            own = weak()
             return begin(loader) if own is None or loader.generator is not None else own(loader, begin)
 
         self._hooks.enter_context(replaced(kind, **{name: begun}))

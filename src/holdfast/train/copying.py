@@ -1,11 +1,12 @@
-"""Copies many tensors at once, as fast as the memory is.
+"""Copies many tensors at once, as fast as the memory allows.
 
 Tensors of plain bytes are copied by the compiled part (_stream.c): its threads take pieces of all tensors until none is
 left, and synchronize once; their writes bypass the caches. torch's own threads synchronize after every tensor, which
-takes 3 ms for 588 tensors, or seconds when one of the threads has to wait for a core, and an ordinary store reads the
-memory that it overwrites. Measured with 473 MB on 2 cores: 23 ms, torch's 39, one copy of a single tensor as large 37.
+takes 3 ms for 588 tensors, or seconds when one of the threads has to wait for a core; and an ordinary store reads the
+memory that it overwrites. Measured with 473 MB on 2 cores: 23 ms; by torch 39 ms; a single tensor of the same size by
+torch 37 ms.
 
-torch copies the rest, and everything where the compiled part was not built because the installation found no compiler.
+torch copies the rest, and everything if the compiled part was not built because the installation found no compiler.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ except ImportError:
     _stream = None  # type: ignore[assignment]
 
 THREADS_MAX = 16
-"""More do not make memory any faster."""
+"""Limit of the threads: more do not make memory any faster."""
 
 PAGES_BYTES = 512 << 10
-"""Copied at once: an access to the last of these pages waits for all of them."""
-"""Results of torch's own overlap check; it returns 2 where it cannot tell."""
+"""Size of the pages that are copied at once: an access to the last of them waits for all."""
 _SHARED = "a tensor whose items share memory (expanded?) cannot hold what was saved: give the model a copy, .clone()"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -66,17 +66,17 @@ class PrivateMapping:
         ]
 
     def copy_pages(self, begin: int, size_bytes: int) -> None:
-        """Copy those of these pages that are not copied yet; others may write to them meanwhile.
+        """Copy those of these pages that are not copied yet; other threads may write to them meanwhile. Raises
         SnapshotMemoryError."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + begin
-        # By ctypes, which releases the interpreter's lock.
+        # ctypes releases the interpreter's lock; mmap's own madvise does not.
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _POPULATE_WRITE) != 0:
             number = ctypes.get_errno()
             raise SnapshotMemoryError(f"no memory to take over the state: {os.strerror(number)}")
 
 
 @cache
-def can_settle() -> bool:
+def can_copy_pages() -> bool:
     """Whether this kernel can copy pages on request (Linux 5.14)."""
     page = mmap.mmap(-1, mmap.PAGESIZE)
     try:
@@ -100,7 +100,8 @@ def _page_runs(spans: Sequence[slice]) -> list[tuple[int, int]]:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Each source into its target, which has as many items; complete when this returns."""
+    """Copy each source into its target, which has the same number of items. The copies are complete when this
+    returns."""
     copy_alike(
         targets,
         [
@@ -111,9 +112,9 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Each source into its target, which has the same shape and shares no memory with it; complete when this
-    returns."""
-    # Whatever is done here for each tensor is done hundreds of times while training waits.
+    """Copy each source into its target, which has the same shape and shares no memory with it. The copies are complete
+    when this returns. Raises StateMismatchError."""
+    # Work for each tensor is done hundreds of times while training waits.
     with torch.no_grad():
         if _stream is not None:
             targets, sources = _copy_plain(targets, sources)
@@ -126,9 +127,8 @@ def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
 
 
 def prepared(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Callable[[], object]:
-    """What copies each source into its target, which is alike; for many small ones, again and again.
-
-    It may be called as long as all of them keep their memory."""
+    """A function that copies each source into its target, which has the same type and shape; for many small tensors
+    that are copied often. It may be called as long as all of them keep their memory."""
     pairs = list(zip(targets, sources, strict=True))
     if _stream is None or not all(_is_plain(each) for pair in pairs for each in pair):
         return partial(torch_private.foreach_copy, list(targets), list(sources))
@@ -139,7 +139,7 @@ def prepared(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 def _copy_plain(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Copy tensors of plain bytes; return the others."""
+    """Copy tensors of plain bytes. Returns the other targets and their sources."""
     blocks = array("Q"), array("Q"), array("Q")
     others: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
@@ -157,7 +157,7 @@ def _copy_plain(
 def _copy_odd(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Copy into targets that torch cannot copy in a batch; return the other targets and their sources."""
+    """Copy into targets that torch cannot copy in a batch. Returns the other targets and their sources."""
     odd = {number for number, each in enumerate(targets) if _is_odd(each)}
     for number in odd:
         with torch.inference_mode(targets[number].is_inference()):
@@ -169,7 +169,8 @@ def _copy_odd(
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """A view that conjugates or negates, made in inference mode, or with items that share memory (or perhaps do)."""
+    """Whether the tensor is a view that conjugates or negates, was made in inference mode, or has items that share
+    memory, or perhaps do."""
     return (
         tensor.is_conj()
         or tensor.is_neg()
@@ -179,11 +180,11 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 def _copy_into_odd(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Raises StateMismatchError when items that share memory have different values."""
+    """Copy into such a target. Raises StateMismatchError if items that share memory get different values."""
     if torch_private.overlap(target) != torch_private.OVERLAP:
         target.copy_(source)
     else:
-        # Expanded: one item of each that share memory is written.
+        # The tensor is expanded: of the items that share memory, one is written.
         for dim, stride in enumerate(target.stride()):
             if stride == 0:
                 target, source = target.narrow(dim, 0, 1), _the_same_along(source, dim)
@@ -194,6 +195,7 @@ def _copy_into_odd(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _the_same_along(source: torch.Tensor, dim: int) -> torch.Tensor:
+    """The first slice in this dimension. Raises StateMismatchError unless all others are equal to it."""
     first = source.narrow(dim, 0, 1)
     if not _is_equal(first.expand_as(source), source):
         raise StateMismatchError(_SHARED)

@@ -1,12 +1,12 @@
-"""A committed snapshot as what other programs read: `python -m holdfast.train.export FOLDER --to PATH --format torch`.
+"""Exports a committed snapshot for other programs: `python -m holdfast.train.export FOLDER --to PATH --format torch`.
 
     torch        one file for torch.load(weights_only=True): {"model": …, "optimizer": …, …, "step": …}
     safetensors  one file with the tensors of the models alone
     dcp          a folder for torch.distributed.checkpoint.load
 
-Needs no job and no launcher; tensors are whole, whatever they were sharded over. State that differs between the ranks
-(random numbers, iterators) is rank 0's. Every byte is checked against its digest. The result appears whole or not at
-all."""
+It needs no job and no launcher. Tensors are whole, however they were sharded. State that differs between the ranks
+(random numbers, iterators) is that of rank 0. Every byte is checked against its digest. The result appears complete or
+not at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from holdfast.protocol.errors import (
 from holdfast.train.reading import opened
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.folder import Snapshot
-from holdfast.train.snapshots.remote import Place, place_of
+from holdfast.train.snapshots.remote import Location, location_of
 from holdfast.train.storage import is_dcp, load_all, load_nested
 
 
@@ -52,7 +52,7 @@ def to_torch(snapshot: Snapshot, path: Path) -> None:
 
 
 def to_safetensors(snapshot: Snapshot, path: Path) -> None:
-    """The models' tensors; with several models their names stand before them."""
+    """Write a file with the models' tensors; with several models each name begins with that of the model."""
     from safetensors.torch import save_file
 
     state = load(snapshot)
@@ -65,7 +65,7 @@ def to_safetensors(snapshot: Snapshot, path: Path) -> None:
         raise SnapshotError(f"{snapshot.path.name} has no model")
     several = len(models) > 1
     tensors = {(f"{n}.{key}" if several else key): value for n, each in models.items() for key, value in each.items()}
-    # It refuses tensors that share memory; tied ones do.
+    # `save_file` refuses tensors that share memory, as tied ones do.
     tensors = {key: each.clone() for key, each in tensors.items()}
     save_file(tensors, path, {"format": "pt", "step": str(snapshot.step)})
 
@@ -76,10 +76,10 @@ def to_dcp(snapshot: Snapshot, path: Path) -> None:
 
     state = load(snapshot)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
         try:
             save(state, storage_writer=FileSystemWriter(path), no_dist=True)
-        except CheckpointException as error:  # a BaseException
+        except CheckpointException as error:  # it is a BaseException
             raise RuntimeError(str(error)) from error
 
 
@@ -90,9 +90,9 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 }
 
 
-def export(folder: Place, to: Path, kind: str, step: int | None = None) -> Snapshot:
-    """Write the newest snapshot, or that of this step, whole or not at all; return it. Raises SnapshotError,
-    FileExistsError, OSError."""
+def export(folder: Location, to: Path, kind: str, step: int | None = None) -> Snapshot:
+    """Export the newest snapshot, or that of this step. Returns it. The file appears complete or not at all. Raises
+    SnapshotError, FileExistsError, OSError."""
     survey = folders.survey(folder)
     committed = [*survey.committed, *(() if step is None else survey.suspects)]
     committed.sort(key=lambda each: each.key)
@@ -119,9 +119,10 @@ def export(folder: Place, to: Path, kind: str, step: int | None = None) -> Snaps
         except HoldfastError:
             raise
         except Exception as error:
-            # The libraries that write have exceptions of their own for a full disk and the like; the last line says it.
-            said = str(error).strip() or type(error).__name__
-            raise SnapshotWriteError(f"{to} was not written: {said.splitlines()[-1]}") from error
+            # The libraries that write have exceptions of their own for a full disk and the like; the last line of the
+            # text has the cause.
+            text = str(error).strip() or type(error).__name__
+            raise SnapshotWriteError(f"{to} was not written: {text.splitlines()[-1]}") from error
         beside.rename(to)
     finally:
         with contextlib.suppress(OSError):
@@ -130,7 +131,7 @@ def export(folder: Place, to: Path, kind: str, step: int | None = None) -> Snaps
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.train.export", description="Export a snapshot.")
     parser.add_argument("folder", help="the snapshot folder, or its URL")
     parser.add_argument("--step", type=int, help="of this step; the newest otherwise")
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=sorted(FORMATS), default="torch")
     options = parser.parse_args(arguments)
     try:
-        done = export(place_of(options.folder), options.to, options.format, options.step)
+        done = export(location_of(options.folder), options.to, options.format, options.step)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast: {error} [{error.code}]\n")
         return error.exit_code

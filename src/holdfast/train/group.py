@@ -1,18 +1,16 @@
 """The process group: made for any launcher, bound to this process's device, and left without a hang.
 
-Knows torch.distributed, the launchers' variables and nothing else of holdfast.train but the guards, which it switches
-on.
+Knows torch.distributed and the launchers' variables, and of holdfast.train only the guards, which it switches on.
 
-Leaving. Without a failure the ranks leave together: each reports to the store that it is done and waits for the others,
-so that nobody takes its end of a connection away from a peer that still uses it. After an exception nobody is waited
-for.
+**Leaving.** Without a failure the ranks leave together: each reports to the store that it is done and waits for the
+others, so that no rank closes a connection that a peer still uses. After an exception a rank does not wait.
 
-What is destroyed then is torch's registration. A gloo group itself is left to the end of the process on purpose: its
-destructor joins threads, and DDP's reducer may be the last to hold it and run it with the interpreter's lock in hand,
-while one of those threads waits for that lock, or for a peer that is dead: a hang that no Python code can end.
-(Measured with four ranks after DDP on two busy cores: 15 of 96 processes hung in or after torch's
-destroy_process_group, with a barrier before it or without, and 0 of 340 so.) What stays are a few idle threads and
-sockets. NCCL's communicators hold GPU memory, so they are destroyed, or aborted after an exception.
+Only torch's registration is destroyed then. A gloo group itself is left to the end of the process on purpose: its
+destructor joins threads, and DDP's reducer may have the last reference to it and run the destructor while it has the
+interpreter's lock. One of those threads may wait for that lock, or for a peer that is dead: a hang that no Python code
+can end. (Measured with four ranks after DDP on two busy cores: 15 of 96 processes hung in or after torch's
+destroy_process_group, with a barrier before it or without; of 340 processes that leave the group, none.) A few idle
+threads and sockets stay. NCCL's communicators have GPU memory, so they are destroyed, or aborted after an exception.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ from holdfast.train.guards import enabled, guarded, renew_guards, replaced, watc
 def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> DistributedDataParallel:
     """`module`, moved to this process's device, as DistributedDataParallel; `arguments` are DDP's own.
 
-    On CUDA `device_ids` is this process's device. A module that spans several devices, or that has been put where it
-    belongs already, is wrapped by hand: everything in holdfast.train takes any DDP, FSDP2 or plain module.
+    On CUDA `device_ids` is this process's device. A module that spans several devices, or that is on its device
+    already, is wrapped by hand: everything in holdfast.train takes any DDP, FSDP2 or plain module.
     Raises ProcessGroupError for a module that is sharded by FSDP2: it needs no DDP.
     """
     if any(isinstance(each, FSDPModule) for each in module.modules()):
@@ -62,56 +60,59 @@ def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> Distributed
 
 
 DROP_S = 0.005
-"""Between the end of a group's operations and its destruction."""
+"""Pause between the end of a group's operations and its destruction."""
 DROP_LIMIT_S = 1.0
 """A gloo group that is not destructed after this time is left to its thread."""
 EXIT_PATIENCE_S = 60.0
-"""At exit: how long a rank waits for the others to be done too."""
+"""Limit of a rank's wait at its exit for the others to be done too."""
 LONE_EXIT_PATIENCE_S = 3.0
-"""The same for a rank that has left `ht.survive` by sys.exit(): only if the others do the same now, they need no
-wait."""
+"""The same for a rank that has left `ht.survive` by sys.exit(). It is short: if the others do not do the same at this
+moment, they need this rank, and have to notice its end soon."""
 
 _groups = itertools.count()
-"""One for each group of this process: all ranks make theirs in the same order."""
+"""A number for each group of this process. It is the same on all ranks: they make their groups in the same order."""
 
 
 @dataclass(eq=False, slots=True)
 class ProcessGroup:
-    """This process's rank and the job's ranks. Where the training function runs in `ht.survive`, `rank`, `world` and
+    """This process's rank and the job's ranks. If the training function runs in `ht.survive`, `rank`, `world` and
     `store` change with the world: read them when they are needed, and keep no copy."""
 
     rank: int
     world: int
-    """Processes of the job; in a replacement already before it joins them, for what the program computes from it."""
+    """The number of the job's processes. A replacement has this number already before it joins the others, because the
+    program computes with it."""
     local_rank: int
-    """This process's number on its node; picks the device."""
+    """This process's number on its node; it chooses the device."""
     device: torch.device
     store: Any
     """A torch.distributed.Store with a prefix of ours, for small agreements."""
     connection: GroupConnection | None = None
-    """How this process joined; None: the program made the group itself, and no regroup is possible."""
+    """The way in which this process joined; None: the program made the group itself, and no regroup is possible."""
 
 
 @dataclass(slots=True)
 class GroupConnection:
-    """What is needed to join again, in another world."""
+    """The facts that are needed to join again, in another world."""
 
     backend: str | None
     timeout_s: float | None
     sockets: GroupSockets = field(default_factory=GroupSockets)
     outlives: Callable[[BaseException], bool] | None = None
-    """Whether an error of the group is the consequence of a loss that this process survives; None: it survives none."""
+    """A function that says whether an error of the group is the consequence of a loss that this process survives; None:
+    it survives none."""
     exit_patience_s: float = EXIT_PATIENCE_S
     on_nccl: bool = False
     """Whether the group uses NCCL. After `_abort_process_group` torch does not know it any more."""
     hook: Callable[..., object] | None = None
-    """sys.excepthook as torch has wrapped it, so that it names the rank."""
+    """The sys.excepthook that torch has made, which names the rank."""
     wrapped_hook: Callable[..., object] = sys.excepthook
-    """The one inside."""
+    """The hook that torch has wrapped."""
 
     @contextlib.contextmanager
     def wrapping_once(self) -> Iterator[None]:
-        """torch wraps the hook whenever a group is made in this block; a traceback is to name the newest rank alone."""
+        """Let torch wrap the original hook when a group is made in this block, not its own wrapper of an earlier group:
+        a traceback shall name only the newest rank."""
         if sys.excepthook is self.hook:
             sys.excepthook = self.wrapped_hook
         self.wrapped_hook = sys.excepthook
@@ -148,24 +149,23 @@ def process_group(
         with ht.process_group() as pg:
             model = ht.ddp(Net(), pg)
 
-    Works under holdfast run, torchrun and in one plain process. `device`: by default the GPU with this process's
-    local rank where there is CUDA, else the CPU; it becomes the current device. `backend`: by default nccl on CUDA,
-    else gloo. `timeout_s`: of a collective, torch's default otherwise. `guards`: warn about common mistakes (see
-    guards.py).
+    It works under holdfast run, torchrun and in one plain process. `device`: by default the GPU with this process's
+    local rank if there is CUDA, else the CPU; it becomes the current device. `backend`: by default nccl on CUDA, else
+    gloo. `timeout_s`: limit of a collective; None: torch's default. `guards`: warn about common mistakes (guards.py).
 
     A group that exists already is used as it is and left alone at exit. Raises ProcessGroupError when the environment
     does not describe a group or there is no such device.
     """
-    place = _Place.of_environment()
+    variables = _LauncherVariables.of_environment()
     connection = None if dist.is_initialized() else GroupConnection(backend, timeout_s)
     if connection is not None:
-        chosen = _choose_device(device, place.local_rank)
-        _join(place, chosen, connection)
+        chosen = _choose_device(device, variables.local_rank)
+        _join(variables, chosen, connection)
     else:
         chosen = torch.device(device) if device is not None else _device_in_use()
-    rank, world = (place.rank, place.world) if place.alone else (dist.get_rank(), dist.get_world_size())
+    rank, world = (variables.rank, variables.world) if variables.alone else (dist.get_rank(), dist.get_world_size())
     store = dist.PrefixStore(f"holdfast.train.{next(_groups)}", torch_private.default_store())
-    group = ProcessGroup(rank, world, place.local_rank, chosen, store, connection)
+    group = ProcessGroup(rank, world, variables.local_rank, chosen, store, connection)
     clean = False
     _open.append(group)
     try:
@@ -185,15 +185,15 @@ def process_group(
 def regroup(group: ProcessGroup, generation: int) -> Peers:
     """Leave the group's old world, whose members may be dead, and join the one that the environment describes now.
 
-    `group` gets its new rank and world. Returns the ranks of the new world. All of them call it, and no thread may be
-    in an operation of the old world any more. Raises RuntimeError and ProcessGroupError as `process_group` does.
+    `group` gets its new rank and world. Returns the ranks of the new world. All of them call this, and no thread may be
+    in an operation of the old world any more. Raises RuntimeError and ProcessGroupError, like `process_group`.
     """
     assert group.connection is not None
     _destroy(group)
-    place = _Place.of_environment()
+    variables = _LauncherVariables.of_environment()
     name = f"holdfast.generation.{generation}"
-    _join(place, group.device, group.connection, name)
-    group.rank, group.world = place.rank, place.world
+    _join(variables, group.device, group.connection, name)
+    group.rank, group.world = variables.rank, variables.world
     whole = dist.PrefixStore(name, torch_private.default_store())
     group.store = dist.PrefixStore("train", whole)
     renew_guards(group.rank, group.world, dist.PrefixStore("guards", whole))
@@ -204,10 +204,11 @@ def _destroy(group: ProcessGroup) -> None:
     """Destroy torch's groups, and destruct them: a process may be regrouped hundreds of times."""
     assert group.connection is not None
     if group.connection.on_nccl:
-        if dist.is_initialized():  # else the regroup has aborted it already
+        if dist.is_initialized():  # otherwise the order to regroup has aborted it already
             torch_private.abort_groups()
     else:
-        group.connection.sockets.cut()  # this rank may have come here by itself, with operations that nobody has ended
+        # This rank may have come here by itself: then operations in other threads still wait.
+        group.connection.sockets.cut()
         groups = torch_private.all_groups()
         dist.destroy_process_group()
         _forget_kept(groups)
@@ -223,7 +224,7 @@ def _destroy(group: ProcessGroup) -> None:
 
 
 def _forget_kept(groups: Sequence[Any]) -> None:
-    """Outside of a regroup these groups would never be destructed: see worker/progress.py."""
+    """Drop the references of worker/progress.py to these groups, which it keeps so that they are never destructed."""
     kept: dict[int, Any] = getattr(dist.distributed_c10d, "_holdfast_kept", {})
     for each in groups:
         if kept.pop(id(each), None) is not None:
@@ -232,7 +233,8 @@ def _forget_kept(groups: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _subgroups_noted(group: ProcessGroup) -> Iterator[None]:
-    """Sockets of groups that the program makes itself (new_group, device meshes) are cut in a regroup, too."""
+    """Note the sockets of groups that the program makes itself in this block (new_group, device meshes): they are cut
+    in a regroup, too."""
     c10d = dist.distributed_c10d
     make = getattr(c10d, torch_private.GROUP_MAKER, None)
     if group.connection is None or make is None:
@@ -250,7 +252,7 @@ def _subgroups_noted(group: ProcessGroup) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LauncherVariables:
     """The variables that a launcher sets for a process."""
 
     rank: int
@@ -258,10 +260,10 @@ class _Place:
     local_rank: int
     launched: bool
     alone: bool = False
-    """A replacement: it makes a world of one until it joins the others (see survival.py)."""
+    """Whether this is a replacement: it makes a world of one until it joins the others (see survival.py)."""
 
     @classmethod
-    def of_environment(cls) -> _Place:
+    def of_environment(cls) -> _LauncherVariables:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not os.environ.get(name)]
         if "RANK" in missing and "WORLD_SIZE" in missing:
@@ -272,7 +274,7 @@ class _Place:
                 "Start the script with holdfast run or torchrun; without a launcher unset RANK and WORLD_SIZE."
             )
         rank, world = _number("RANK", "0"), _number("WORLD_SIZE", "1")
-        # Without LOCAL_RANK (srun, mpirun and the like set their own): one node is all we can think of.
+        # Without LOCAL_RANK (srun, mpirun and the like have variables of their own) one node is assumed.
         return cls(rank, world, _number("LOCAL_RANK", str(rank)), launched=True, alone=is_replacement())
 
 
@@ -305,84 +307,86 @@ def _device_in_use() -> torch.device:
     return torch.device("cpu")
 
 
-def _join(place: _Place, device: torch.device, connection: GroupConnection, name: str = "") -> None:
-    """`name`: name of a world that is formed by running processes; they have a fresh store."""
+def _join(variables: _LauncherVariables, device: torch.device, connection: GroupConnection, name: str = "") -> None:
+    """Make torch's default group. `name`: the name of a world that is formed by running processes, which have a fresh
+    store; empty: the processes were just started."""
     timeout_s = connection.timeout_s
     wait = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     with connection.sockets.noting(), connection.wrapping_once():
-        if place.alone or not place.launched:
+        if variables.alone or not variables.launched:
             store: Any = dist.HashStore()
         elif name:
-            store = dist.PrefixStore(name, _store_of_generation(place, wait))
+            store = dist.PrefixStore(name, _store_of_generation(variables, wait))
         else:
-            store, _rank, _world = next(dist.rendezvous("env://", place.rank, place.world, **wait))
-            store = _without_the_dead(store, place, timeout_s)
+            store, _rank, _world = next(dist.rendezvous("env://", variables.rank, variables.world, **wait))
+            store = _without_the_dead(store, variables, timeout_s)
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             connection.backend or ("nccl" if on_gpu else "gloo"),
             store=store,
-            rank=0 if place.alone else place.rank,
-            world_size=1 if place.alone else place.world,
+            rank=0 if variables.alone else variables.rank,
+            world_size=1 if variables.alone else variables.world,
             device_id=device if on_gpu else None,
             **wait,
         )
         connection.on_nccl = "nccl" in dist.get_backend()
 
 
-def _store_of_generation(place: _Place, wait: Mapping[str, timedelta]) -> Any:
-    """A client of the store whose address the variables have now; torch's env:// is made for the first ones."""
-    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0
+def _store_of_generation(variables: _LauncherVariables, wait: Mapping[str, timedelta]) -> Any:
+    """A client of the store whose address the variables have now. torch's env:// would use the first address again."""
+    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and variables.rank == 0
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", "0")
-    return dist.TCPStore(address, port, place.world, is_master=serves, multi_tenant=True, **wait)
+    return dist.TCPStore(address, port, variables.world, is_master=serves, multi_tenant=True, **wait)
 
 
-def _without_the_dead(store: Any, place: _Place, timeout_s: float | None) -> Any:
-    """Hide keys of an earlier group in the same store, which would be taken for this one's: gloo hangs on the addresses
-    of dead processes.
+def _without_the_dead(store: Any, variables: _LauncherVariables, timeout_s: float | None) -> Any:
+    """The store without the keys of an earlier group, which would be mistaken for this one's: gloo hangs on the
+    addresses of dead processes.
 
-    torchrun keeps one store over its restarts. It counts them per node, so only with one node do all ranks know the
-    same number; on several they agree on a word. Under holdfast run every attempt has a fresh store.
+    torchrun keeps one store over its restarts. It counts them per node, so all ranks know the same number only if there
+    is one node; on several nodes they agree on a random word. Under holdfast run every attempt has a fresh store.
     """
     one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
     fresh = dist.PrefixStore(f"holdfast.{attempt}.{next(_groups)}", store)
-    if one_node or place.world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if one_node or variables.world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return fresh
     try:
-        peers = Peers.meeting(fresh, place.rank, place.world, PATIENCE_S if timeout_s is None else timeout_s)
+        peers = Peers.meeting(fresh, variables.rank, variables.world, PATIENCE_S if timeout_s is None else timeout_s)
     except SnapshotIncompleteError as error:
         raise ProcessGroupError(f"The group did not form: {error.args[0].splitlines()[0]}.") from error
     return peers.store
 
 
 def _leave(group: ProcessGroup, *, clean: bool, patience_s: float) -> None:
+    """Leave the group. `clean`: without an exception; then wait for the others."""
     if not dist.is_initialized():
         return  # the program destroyed it
-    together = dist.get_world_size() > 1  # not in a replacement that has not joined
+    together = dist.get_world_size() > 1  # False also in a replacement that has not joined the others
     if together:
         _wait_for_others(group, patience_s) if clean else _release_others(group)
     if "nccl" in dist.get_backend():
         if not clean:
-            # Show the exception that caused this end.
+            # Aborted, not destroyed: to wait for operations of dead peers would delay the exception's traceback.
             with contextlib.suppress(RuntimeError, AttributeError):
                 torch_private.abort_groups()
             return
     elif together:
         for each in torch_private.all_groups():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # never destructed: see the module's docstring
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # so it is never destructed: see the module's docstring
     dist.destroy_process_group()
 
 
 def _wait_for_others(group: ProcessGroup, patience_s: float) -> None:
-    """Return when all ranks are done, or some are gone: then waiting is useless."""
+    """Wait until all ranks are done, or some are gone, so that waiting is useless."""
     patience = timedelta(seconds=patience_s)
-    with contextlib.suppress(RuntimeError):  # all of torch's: time-outs, and a store whose host has left
+    with contextlib.suppress(RuntimeError):  # torch raises it for time-outs, and for a store whose host has left
         if group.store.add("done", 1) == group.world:
             group.store.set("all_done", b"1")
         group.store.wait(["all_done"], patience)
         if group.store.get("all_done") != b"1":
             return
-        # Rank 0 may be the store's host (not under a launcher that serves one): it goes when the others have read that.
+        # Rank 0 may be the store's host (if no launcher serves one): it leaves when the others have read the answer.
         if group.store.add("read", 1) == group.world:
             group.store.set("all_read", b"1")
         if group.rank == 0:
@@ -390,6 +394,6 @@ def _wait_for_others(group: ProcessGroup, patience_s: float) -> None:
 
 
 def _release_others(group: ProcessGroup) -> None:
-    """Release ranks that wait for us at their exit. Does not wait: a store's `set` has no answer."""
+    """End the wait of ranks that wait for this one at their exit. It does not wait: a store's `set` has no answer."""
     with contextlib.suppress(RuntimeError):
         group.store.set("all_done", b"0")

@@ -1,17 +1,17 @@
 """Guards: warn once, with the fix, about common mistakes. They never change a result.
 
-What each guard looks for is in mistakes.py; this module connects them to torch while a process group is open, and takes
-everything off again at its end. The connections, and why these:
+The mistakes are in mistakes.py, one class for each; this module connects these to torch while a process group is open,
+and removes everything at its end. The connections, and the reasons for them:
 
 optimizers   torch's public hook that runs after every `optimizer.step()`, for all optimizers
-models       public forward hooks on the outermost module, put there by `ht.ddp`, `ht.accumulate` and
-             `Snapshots.track`, so that no other module pays; find_unused_parameters alone has a hook on each parameter,
-             for ten steps
+models       public forward hooks on the outermost module, added by `ht.ddp`, `ht.accumulate` and `Snapshots.track`, so
+             that other modules are not slowed down; only find_unused_parameters has a hook on each parameter, for ten
+             steps
 torch.save, torch.utils.data.DistributedSampler
              replaced by functions that note the call and make it. torch offers no hook for either, and a guard that has
-             to be called by hand would be called only by those who know the mistake.
+             to be called by hand would be called only by people who know the mistake.
 
-Off: `process_group(guards=False)` or HOLDFAST_GUARDS=0.
+`process_group(guards=False)` or HOLDFAST_GUARDS=0 switches them off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VARIABLE = "HOLDFAST_GUARDS"
 
 
 class GuardWarning(UserWarning):
-    """Probably a mistake; the message says how to fix it."""
+    """Warns of a probable mistake; the message says how to fix it."""
 
 
 def enabled() -> bool:
@@ -50,7 +50,7 @@ class Guards:
     """The guards of one process group. All calls come from the thread that trains."""
 
     def __init__(self, rank: int, world: int, store: Any) -> None:
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._steps = 0
         self._models: weakref.WeakKeyDictionary[nn.Module, NoSync] = weakref.WeakKeyDictionary()
         self._unused: list[Unused] = []
@@ -60,9 +60,9 @@ class Guards:
 
     def _warn(self, mistake: str, text: str) -> None:
         """Warn once for each kind of mistake."""
-        if mistake in self._said:
+        if mistake in self._warned:
             return
-        self._said.add(mistake)
+        self._warned.add(mistake)
         text += f"\n(holdfast guard '{mistake}', said once; off by {VARIABLE}=0 or process_group(guards=False))"
         warnings.warn(text, GuardWarning, stacklevel=2)
 
@@ -72,7 +72,7 @@ class Guards:
             self._warn(mistake, text)
 
     def renew(self, board: SharedFacts) -> None:
-        """The world begins, or has changed: every rank counts what it shares with the others from 0 again."""
+        """Count everything that the ranks share from 0 again: the world begins, or has changed."""
         self._board = board
         self._saves = LoneSave(self._warn, board)
         self._losses = LossDiffers(self._warn, board)
@@ -84,7 +84,7 @@ class Guards:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
-        """To torch, until the end of the block."""
+        """Connect the guards to torch for the block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._hooks)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
@@ -100,12 +100,12 @@ class Guards:
         @functools.wraps(draw)
         def noted_draw(sampler: Any) -> Iterator[int]:
             self._epochs.begins(sampler)
-            # chain: the indices pass at C's speed, and the last one is followed by our note.
+            # `chain` passes the indices on at C's speed, and calls our note after the last one.
             return itertools.chain(draw(sampler), self._epochs.ended(sampler))
 
         @functools.wraps(set_epoch)
         def noted_set_epoch(sampler: Any, epoch: int) -> None:
-            self._epochs.told(sampler)
+            self._epochs.epoch_set(sampler)
             set_epoch(sampler, epoch)
 
         with replaced(DistributedSampler, __iter__=noted_draw, set_epoch=noted_set_epoch):
@@ -124,7 +124,7 @@ class Guards:
             yield
 
     def watch(self, model: nn.Module) -> None:
-        """Look at a DDP or FSDP2 model's passes, too. Once is enough; again does nothing."""
+        """Watch the passes of this DDP or FSDP2 model, too. A second call does nothing."""
         if self._board.world == 1 or model in self._models:
             return
         self._models[model] = NoSync(self._warn_for_all)
@@ -132,7 +132,7 @@ class Guards:
             unused = Unused(self._warn, self._board, model)
             self._unused.append(unused)
             self._hooks.callback(unused.remove_hooks)
-        # First of all hooks: FSDP2's own begins with a collective.
+        # Ours comes first of all hooks: FSDP2's own begins with a collective.
         before = model.register_forward_pre_hook(_before_forward, prepend=True)
         after = model.register_forward_hook(_after_forward)
         self._hooks.callback(before.remove)
@@ -157,16 +157,17 @@ class Guards:
         self._saves.optimizer_stepped()
 
     def loss(self, value: Any) -> None:
-        """A loss that is taken to be the same on all ranks, said once per step by every rank."""
+        """Compare a loss that should be the same on all ranks; every rank calls this once per step."""
         if self._board.world > 1:
-            self._losses.told(value)
+            self._losses.step(value)
 
 
 # --- one per process, as torch's default group is ---------------------------------------------------------------------
 
 _current: Guards | None = None
 _blocks = itertools.count()
-"""So that no block reads what an earlier one wrote: all ranks open them in the same order."""
+"""A number for each block, by which no block reads the facts of an earlier one. All ranks open them in the same order.
+"""
 
 
 @contextlib.contextmanager
@@ -183,7 +184,7 @@ def guarded(group: Any = None) -> Iterator[None]:
     if _current is not None or not enabled():
         yield
         return
-    # Not the group's own numbers: a replacement is alone until it joins the others.
+    # The group's own numbers are not used: a replacement is alone until it joins the others.
     _current = guards = _of_torch() if group is None else Guards(dist.get_rank(), dist.get_world_size(), group.store)
     try:
         with guards.connected():
@@ -212,7 +213,7 @@ def watch(model: nn.Module) -> None:
 
 
 def same_loss(value: Any) -> None:
-    """Report a loss that should be equal on all ranks; every rank must call it equally often. Warns when they
+    """Report a loss that should be equal on all ranks; every rank must call it equally often. It warns if the values
     differ."""
     if _current is not None:
         _current.loss(value)
@@ -233,7 +234,7 @@ def _after_forward(model: nn.Module, _arguments: Any, output: Any) -> None:
 
 @contextlib.contextmanager
 def replaced(owner: Any, **functions: Any) -> Iterator[None]:
-    """Attributes replaced for a block; put back unless somebody else has replaced them since."""
+    """Replace attributes for a block. They are restored at its end, unless other code has replaced them since."""
     before = {name: getattr(owner, name) for name in functions}
     for name, function in functions.items():
         setattr(owner, name, function)

@@ -1,10 +1,10 @@
 """The state of a tracked object at one moment, as a step ended, so that it can be given back later in the same process.
 
-`state_dict()` may return the live tensors of the object, or copies. Neither is known, and to copy large tensors in
-each step would cost as much as the step. So small tensors are copied, and of large ones it is noted that they must not
-change: torch counts the changes of a tensor in place. If one has changed since, the kept state is not the state of
-that moment any more (`intact`), and the rank takes the state of another one. A write through `.data` in place is not
-counted; see unnoticed_writes.py.
+`state_dict()` may return the live tensors of the object, or copies; which of both is not known, and to copy large
+tensors in each step would cost as much as the step. So small tensors are copied, and large ones are watched: torch
+counts the changes of a tensor in place. If one has changed since, the kept state is not the state of that moment any
+more (`intact`), and the rank takes the state of another one. A write through `.data` in place is not counted; see
+unnoticed_writes.py.
 
 Knows nothing of ranks and steps.
 """
@@ -24,13 +24,14 @@ from holdfast.train.replicas import digests_of
 
 SMALL_BYTES = 16 << 10
 """A tensor of at most this size is copied."""
-_version, _place = torch_private.version, torch.Tensor.data_ptr
+_version, _address = torch_private.version, torch.Tensor.data_ptr
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+"""Types whose values cannot change."""
 
 
 class WatchedTensors:
-    """Tensors, and whether they have changed since `note`: by torch's count of changes in place, and by where their
-    memory is, which `tensor.data = other` changes.
+    """Notices whether tensors have changed since `note`: by torch's count of changes in place, and by the address of
+    their memory, which `tensor.data = other` changes.
 
     Some programs move parameters to other memory in each step, with the values that they had: an LSTM on a GPU does, in
     `flatten_parameters()`. Those tensors are watched by their values instead (`watch_values`)."""
@@ -40,28 +41,32 @@ class WatchedTensors:
         # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
         self._counted = [each for each in self._tensors if not each.is_inference()]
         self._noted: tuple[list[int], list[int]] = [], []
+        """Counts of changes, and addresses, at the last `note`."""
         self._moving: list[torch.Tensor] = []
+        """The tensors that are watched by their values."""
         self._digests: list[torch.Tensor] = []
+        """Digests of these values at the last `note`."""
 
     def note(self) -> None:
-        """What they are now is what they should be."""
-        # In each step, for all parameters: no loop in Python, and no further call.
-        self._noted = [*map(_version, self._counted)], [*map(_place, self._tensors)]
+        """Begin to watch for changes, from the tensors as they are now."""
+        # This is done in each step, for all parameters: without a loop in Python, and without a further call.
+        self._noted = [*map(_version, self._counted)], [*map(_address, self._tensors)]
         if self._moving:
             self._digests = digests_of(self._moving)
 
     def intact(self) -> bool:
         """Whether nothing has changed them since `note`."""
-        if self._noted != ([*map(_version, self._counted)], [*map(_place, self._tensors)]):
+        if self._noted != ([*map(_version, self._counted)], [*map(_address, self._tensors)]):
             return False
         return not self._moving or all(map(torch.equal, self._digests, digests_of(self._moving)))
 
     def watch_values(self) -> None:
-        """The values are those of `note`: watch those tensors that are in other memory by their values from now on."""
-        versions, places = self._noted
+        """Watch those tensors that are in other memory by their values from now on. The caller knows that the values
+        are those of the last `note`."""
+        versions, addresses = self._noted
         counted = zip(self._counted, versions, strict=True)
         changed = [each for each, version in counted if _version(each) != version]
-        changed += [each for each, place in zip(self._tensors, places, strict=True) if _place(each) != place]
+        changed += [each for each, at in zip(self._tensors, addresses, strict=True) if _address(each) != at]
         self._moving += dict.fromkeys(changed)
         moving = set(self._moving)
         self._tensors = [each for each in self._tensors if each not in moving]
@@ -70,22 +75,24 @@ class WatchedTensors:
 
 
 class KeptState:
-    """One state."""
+    """The kept state of one object."""
 
     def __init__(self, state: Any) -> None:
-        """`state`: what `state_dict()` returned."""
+        """`state`: the value that `state_dict()` returned."""
         large: list[torch.Tensor] = []
         self._tree = _kept(state, large)
         self._watched = WatchedTensors(large)
         self._watched.note()
 
     def intact(self) -> bool:
-        """Whether `state` is still that of the moment."""
+        """Whether the kept state is still that of the moment at which it was kept."""
         return self._watched.intact()
 
     def give_back(self, owner: Any) -> Any:
-        """To the object's `load_state_dict()`. The object may change what it gets: nothing of it is shared with this
-        one but large tensors, which an object may copy onto themselves. Returns a copy of the state."""
+        """Give the state to the object's `load_state_dict()`. Returns a copy of it.
+
+        The object may change what it gets, so it gets a copy. Only large tensors are shared; an object that still has
+        them copies them onto themselves."""
         owner.load_state_dict(_kept(self._tree, []))
         self._watched.note()
         return _kept(self._tree, [])
@@ -101,7 +108,7 @@ def _kept(value: Any, large: list[torch.Tensor]) -> Any:
             return value.detach().clone()
         large.append(value)
         return value
-    if kind is dict or kind is OrderedDict:  # a module's state is of the second kind
+    if kind is dict or kind is OrderedDict:  # the state of a module is an OrderedDict
         return kind((key, _kept(each, large)) for key, each in value.items())
     if kind is list:
         return [_kept(each, large) for each in value]

@@ -1,10 +1,10 @@
 """Ends a job whose loss is not finite any more.
 
 The metrics of `snaps.step()` with "loss" in their names are watched, in every life and for its whole length. Metrics of
-an evaluation ("val_loss", "best_loss") are not: many scripts hand over infinity until the first one. A step is bad if
-none of its watched losses is finite. Several bad steps in a row end the job: few if the optimizer stepped in them, many
-if it did not, because a GradScaler that looks for its scale skips steps, and so does a script that guards itself.
-`micro.loss` in a step without `micro.backward()` is no loss that was trained with, and does not count.
+an evaluation ("val_loss", "best_loss") are not: in many scripts they are infinite until the first evaluation. A step is
+bad if none of its watched losses is finite. Several bad steps in a row end the job: few if the optimizer stepped in
+them, many if it did not, because a GradScaler that searches for its scale skips steps, and so does a script that checks
+its gradients. `micro.loss` in a step without `micro.backward()` is not the loss of the training, and does not count.
 
 A loss on a GPU is not waited for: it is copied in the background, and read when it has arrived, some steps later.
 
@@ -29,10 +29,10 @@ from holdfast.train.accumulation import NO_LOSS
 BAD_STEPS_MAX = 3
 """The job ends after this number of bad steps in a row in which an optimizer stepped: its parameters are not finite."""
 SKIPPED_STEPS_MAX = 100
-"""The same for steps in which none did. A scaler halves its scale in each: after 40 it has come from 2**16 to
-2**-24."""
+"""The same for steps in which none stepped. A scaler halves its scale in each: after 40 of them it has come from 2**16
+to 2**-24."""
 UNREAD_MAX = 64
-"""Losses on their way from a device. Beyond that the oldest is waited for."""
+"""Limit of the losses on their way from a device. Beyond it the oldest is waited for."""
 OF_EVALUATION = re.compile(
     r"(?:^|[_/.\s-])(?:val|valid|validation|eval|evaluation|test|dev|best|min|max)(?:[_/.\s-]|$)"
 )
@@ -40,12 +40,12 @@ OF_EVALUATION = re.compile(
 
 @dataclass
 class _Reading:
-    """The losses of one step, perhaps not here yet."""
+    """The losses of one step, which may not have arrived yet."""
 
     step: int
     stepped: bool
     finite: bool | torch.Tensor
-    """Whether one of them is."""
+    """Whether one of the losses is finite."""
     arrived: torch.Event | None = None
 
 
@@ -55,10 +55,10 @@ class LossWatch:
     def __init__(self) -> None:
         self._unread: deque[_Reading] = deque()
         self._bad: list[_Reading] = []
-        """In a row."""
+        """The newest bad steps, in a row."""
 
     def step(self, step: int, metrics: Mapping[str, Any], *, stepped: bool) -> None:
-        """A step is complete; in it an optimizer has `stepped`. NotFiniteError."""
+        """Watch the losses of a complete step; `stepped`: an optimizer stepped in it. Raises NotFiniteError."""
         losses = [
             number
             for name, each in metrics.items()
@@ -67,14 +67,14 @@ class LossWatch:
         if losses:
             self._unread.append(_reading(step, stepped, losses))
         while self._unread and (_is_here(self._unread[0]) or len(self._unread) > UNREAD_MAX):
-            self._judge(self._unread.popleft())
+            self._count(self._unread.popleft())
 
-    def settle(self) -> None:
-        """Wait for all losses. NotFiniteError."""
+    def read_all(self) -> None:
+        """Wait for all losses. Raises NotFiniteError."""
         while self._unread:
-            self._judge(self._unread.popleft())
+            self._count(self._unread.popleft())
 
-    def _judge(self, reading: _Reading) -> None:
+    def _count(self, reading: _Reading) -> None:
         if reading.arrived is not None:
             reading.arrived.synchronize()
         if bool(reading.finite):
@@ -98,7 +98,7 @@ def is_watched(name: str) -> bool:
 
 
 def _number(value: Any) -> float | torch.Tensor | None:
-    """None: it is no number."""
+    """The value as a number, or a tensor of one number; None: it is neither."""
     if isinstance(value, torch.Tensor):
         local = value.detach().to_local() if isinstance(value, DTensor) else value.detach()
         return local if local.numel() == 1 else None

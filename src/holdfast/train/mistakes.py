@@ -1,8 +1,8 @@
 """The mistakes that guards detect: one class each, which receives events and reports what is wrong.
 
-They observe only: no tensor is changed, nothing is raised, no collective is used. Ranks share facts through a board
-(the group's store), which rank 0 reads a step later without waiting. Between events a guard costs a few attribute
-look-ups per step. guards.py connects them to torch.
+They observe only: no tensor is changed, nothing is raised, no collective is used. Ranks share facts through the group's
+store, which rank 0 reads a step later without waiting. Between events a guard costs a few attribute look-ups per step.
+guards.py connects them to torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.train import torch_private
 
 Warn = Callable[[str, str], None]
-"""(which mistake, what is wrong and how to fix it)."""
+"""Warns of a mistake: its name, and a text that says what is wrong and how to fix it."""
 
 UNUSED_STEPS = 10
-"""Optimizer steps in which find_unused_parameters must turn out to be needed."""
+"""The number of optimizer steps in which find_unused_parameters must turn out to be needed."""
 UNSYNCED_STEPS = 3
-"""Optimizer steps in a row with a needless all-reduce. Fewer may be a GradScaler's skipped steps."""
+"""The guard warns after this number of optimizer steps in a row with a needless all-reduce. Fewer may be steps that a
+GradScaler has skipped."""
 LOSS_DIFFERENCE_MAX = 1e-5
-"""Relative; a larger difference is no rounding."""
+"""Largest relative difference of losses that may come from rounding."""
 
 
 class SharedFacts:
@@ -39,7 +40,7 @@ class SharedFacts:
         self._store = store
 
     def count(self, name: str, more: int = 0) -> int:
-        """How often an event was counted on all ranks together; 0 when the store does not answer."""
+        """The count of this event on all ranks together, after `more` was added; 0: the store does not answer."""
         with contextlib.suppress(RuntimeError):
             return int(self._store.add(f"guard/{name}", more))
         return 0
@@ -58,18 +59,19 @@ class SharedFacts:
 
 
 class StaleEpoch:
-    """DistributedSampler iterated a second time without set_epoch: every epoch in the same order."""
+    """The mistake of a second pass over a DistributedSampler without set_epoch: every epoch has the same order."""
 
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Since set_epoch: 1 for each pass that began and 1 more when it was drawn to its end."""
+        """A count since set_epoch: 1 for each pass that began, and 1 more if it was drawn to its end."""
 
-    def told(self, sampler: Any) -> None:
+    def epoch_set(self, sampler: Any) -> None:
         self._passes[sampler] = 0
 
     def begins(self, sampler: Any) -> None:
-        """One pass that was left early is a look at the data; a complete one, or two of them, is training."""
+        """Note that a pass begins. One pass that was left early may only show the data; a complete one, or two of them,
+        are training."""
         if not sampler.shuffle:
             return
         passes = self._passes.get(sampler, 0)
@@ -82,18 +84,18 @@ class StaleEpoch:
         self._passes[sampler] = passes + 1
 
     def ended(self, sampler: Any) -> Iterator[int]:
-        """Yields no index; runs when all have been drawn."""
+        """Note that a pass was drawn to its end: this iterator gives no index, and runs after the last one."""
         if sampler.shuffle and self._passes.get(sampler, 0):
             self._passes[sampler] += 1
         yield from ()
 
 
 class LoneSave:
-    """torch.save to a file by one rank, and then training again without anything that the other ranks wait in.
+    """The mistake of torch.save to a file by one rank, after which training goes on without a wait of the other ranks.
 
-    Noticed is: one rank alone saved, and its next forward pass of a watched model began with no collective of any
-    process group after the save. Not noticed: files written by other means, models that nobody watches, a meeting
-    through a store or a file (which is a false alarm then; there is no way to see it).
+    It is noticed if only one rank saved, and its next forward pass of a watched model began without any collective, of
+    any process group, after the save. Files that are written by other means and models that are not watched are not
+    noticed. A wait through a store or a file cannot be seen, and is a false alarm.
     """
 
     def __init__(self, warn: Warn, board: SharedFacts) -> None:
@@ -103,12 +105,12 @@ class LoneSave:
         self._suspect = ""
 
     def saved(self, file: Any) -> None:
-        """After torch.save(…, file)."""
+        """Note a torch.save(…, file), after it was made."""
         if _is_on_disk(file):
             self._collectives_at_save = _collectives()
 
     def training_goes_on(self, steps: int) -> None:
-        """Before a forward pass; `steps`: optimizer steps before it."""
+        """Note that a forward pass begins, after this number of optimizer steps."""
         if self._collectives_at_save is None or not torch.is_grad_enabled():
             return
         alone = self._collectives_at_save == _collectives()
@@ -118,7 +120,8 @@ class LoneSave:
             self._board.count(self._suspect, 1)
 
     def optimizer_stepped(self) -> None:
-        """All ranks have met in the gradients' all-reduce, so every save before this step was reported."""
+        """Warn if this rank alone has saved. All ranks have been in the gradients' all-reduce by now, so every save
+        before this step was reported."""
         if not self._suspect:
             return
         saved_too = self._board.count(self._suspect)
@@ -133,7 +136,7 @@ class LoneSave:
 
 
 class NoSync:
-    """Several backward passes of one model for one optimizer step, each with an all-reduce of its own."""
+    """The mistake of several backward passes of one model for one optimizer step, each with an all-reduce."""
 
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
@@ -142,7 +145,7 @@ class NoSync:
         self._in_a_row = 0
 
     def forward(self, model: nn.Module, output: Any) -> None:
-        """After a forward pass."""
+        """Note a forward pass, after it was made."""
         if not (torch.is_grad_enabled() and model.training and _syncs(model)):
             return
         if self._backward_done:
@@ -171,7 +174,7 @@ class NoSync:
 
 
 class Unused:
-    """DDP with find_unused_parameters=True, and on no rank a parameter that was not used."""
+    """The mistake of find_unused_parameters=True, if every rank uses every parameter."""
 
     def __init__(self, warn: Warn, board: SharedFacts, model: nn.Module) -> None:
         self._warn = warn
@@ -192,7 +195,7 @@ class Unused:
         self._used.add(id(parameter))
 
     def optimizer_stepped(self) -> bool:
-        """Returns True when no more checks are needed."""
+        """Note an optimizer's step. Returns True when no more checks are needed."""
         if not self._used and self._hooks:
             return False  # another model's optimizer
         if self._hooks:
@@ -219,9 +222,8 @@ class Unused:
 
 
 class LossDiffers:
-    """A loss that should be the same on all ranks differs: it was not all-reduced, or reduced to one rank only.
-
-    Looked at in the steps 1, 2, 4, 8 …
+    """The mistake of a loss that should be the same on all ranks and differs: it was not all-reduced, or reduced to one
+    rank only. It is compared in the steps 1, 2, 4, 8 …
     """
 
     def __init__(self, warn: Warn, board: SharedFacts) -> None:
@@ -230,8 +232,8 @@ class LossDiffers:
         self._steps = 0
         self._open = ""
 
-    def told(self, value: Any) -> None:
-        """Called once per step on every rank."""
+    def step(self, value: Any) -> None:
+        """Compare the loss of a step; every rank calls this once per step."""
         if self._open and self._board.rank == 0:
             self._compare()
         self._steps += 1
@@ -242,13 +244,13 @@ class LossDiffers:
     def _compare(self) -> None:
         losses = self._board.posted(self._open)
         if losses is None:
-            return  # somebody is behind: at the next step
+            return  # a rank has not reached this step: compare at the next call
         self._open = ""
         if not all(_alike(each, losses[0]) for each in losses):
-            told = ", ".join(f"{each:.6g}" for each in losses[:8]) + (" …" if len(losses) > 8 else "")
+            values = ", ".join(f"{each:.6g}" for each in losses[:8]) + (" …" if len(losses) > 8 else "")
             self._warn(
                 "loss",
-                f"The loss differs across ranks although one value is needed for all: {told}.\n"
+                f"The loss differs across ranks although one value is needed for all: {values}.\n"
                 "Pass `micro.loss` of holdfast.train.accumulate after the last micro-batch, or call "
                 "torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG) on every rank; "
                 "reduce() is not enough.",
@@ -277,8 +279,8 @@ def _first_with_gradient(output: Any) -> torch.Tensor | None:
 
 
 def _collectives() -> int:
-    """Number of collectives that this process has begun, in all groups. Compared only with earlier numbers of this
-    process."""
+    """The number of collectives that this process has begun, in all groups. It is compared only with earlier numbers of
+    this process."""
     return sum(map(torch_private.collectives_begun, torch_private.all_groups()))
 
 

@@ -1,20 +1,20 @@
-"""Tracked objects that are neither models nor optimizers, and that holdfast knows nothing about but `state_dict()`.
+"""Tracked objects that are neither models nor optimizers, and of which holdfast knows nothing but `state_dict()`.
 
-A schedule of one's own, early stopping, a counter, torchdata's loader, a stream. Their state is taken at the end of
-each step and given back when the step after it is given up. It may be equal on all ranks, as that of early stopping,
-or each rank's own, as the position in a stream; the program does not say which. So each rank also writes its states to
-memory that outlives the process (`_StateRecord`). A replacement on this node goes on with the states of the rank that
-it replaces, whichever kind they are.
+Examples are a schedule of the program's own, early stopping, a counter, torchdata's loader, a stream. Their state is
+taken at the end of each step, and given back when the step after it is given up. It may be equal on all ranks, like
+that of early stopping, or each rank's own, like the position in a stream; the program does not say which. So each rank
+also writes its states to memory that outlives the process (`_StateRecord`). A replacement on this node goes on with the
+states of the rank that it replaces, of either kind.
 
 A rank may have no state for the step from which all go on: it was interrupted, or lost, before it came to the end of
 that step, and others completed it. Then
 
-- data were handed out before the forward pass: their position when the rank was interrupted, or as it was written down
-  after its forward pass, is right
+- data were handed out before the forward pass: their position when the rank was interrupted, or the one that was
+  written down after its forward pass, is right
 - an object that was equal on all ranks before is taken from a rank that has completed the step
 - the state of any other object is lost: all ranks are started again
 
-Objects that can be iterated are data. Where they have no `regroup(rank, world)` they have a position for one rank of a
+Objects that can be iterated are data. Without a method `regroup(rank, world)` their position is that of one rank in a
 world of one size, so they cannot go on in another one.
 """
 
@@ -42,12 +42,12 @@ from holdfast.train.kept import KeptState
 from holdfast.train.replicas import total
 
 RECORDS = 3
-"""Steps of which the states are kept for a replacement: see random_numbers.RECORDS."""
+"""The number of steps whose states are kept for a replacement: see random_numbers.RECORDS."""
 RECORD_BYTES_MAX = 256 << 10
-"""Of one state. Larger ones are averages of weights and the like: whether these are equal on all ranks is compared in
-the first steps, and one that is not equal is lost with its rank."""
+"""Limit of the size of a state that is written down. Larger ones are averages of weights and the like: whether these
+are equal on all ranks is compared in the first steps, and one that is not equal is lost with its rank."""
 Digests = dict[str, list[str]]
-"""By object: of its state after the newest step, and after the step before; empty: not known."""
+"""Two digests for each object: of its state after the newest step, and after the step before; empty: not known."""
 
 
 def is_data(each: Any) -> bool:
@@ -60,8 +60,8 @@ def is_data(each: Any) -> bool:
 
 
 def unknown_objects(others: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of which only `state_dict()` is known, by name. Wrapped optimizers are none of them: they change in their
-    steps alone, as all optimizers do."""
+    """The objects of which only `state_dict()` is known, by name. Wrapped optimizers do not belong to them: like all
+    optimizers they change only in their steps."""
     return {
         name: each
         for name, each in others.items()
@@ -77,23 +77,26 @@ class OwnObjects:
         objects were given by a resume, by name."""
         self._objects = unknown_objects(others)
         self.any = bool(self._objects)
+        """Whether there are any."""
         self._step = -1
+        """The newest step; -1: none was completed."""
         self._kept: dict[str, KeptState] = {}
+        """States after that step, by name."""
         self._interrupted: dict[str, KeptState] = {}
-        """States of data when the rank was interrupted."""
+        """States of data when the rank was interrupted, by name."""
         self._digests: Digests = {}
         self._record = _StateRecord.at(place) if self.any else None
         self._large: set[str] = set()
         """Objects whose states are too large to be written down after each step."""
         self._data = [name for name, each in self._objects.items() if is_data(each)]
         self._given = {name: state for name, state in (loaded or {}).items() if name in self._data}
-        """States that data were given, and from which nothing was read since."""
+        """States that data were given, if nothing was read since, by name."""
 
     def mark(self, step: int, *, begins: bool = False) -> None:
-        """This step is complete. `begins`: the training function was not called since the objects got their states.
+        """Keep the states after this step. `begins`: the training function was not called since the objects got them.
 
-        Data are not asked for their position then: torchdata's loader begins to read when it is asked, and in which
-        order, the function has not said yet (`sampler.set_epoch`)."""
+        In that case data are not asked for their position: torchdata's loader begins to read when it is asked, and the
+        function has not set the order yet (`sampler.set_epoch`)."""
         states = {}
         for name, each in self._objects.items():
             if not (begins and name in self._data):
@@ -113,20 +116,22 @@ class OwnObjects:
             self._record.write(step, texts, complete=True)
 
     def forward_done(self, step: int) -> None:
-        """A forward pass of this step is done: what it needed of the data was handed out."""
+        """Write the positions of data down for a replacement: a forward pass of this step is done, so its data were
+        handed out."""
         if self._record is not None and self._data:
             states = {name: self._objects[name].state_dict() for name in self._data}
             self._record.write(step, self._texts(states), complete=False)
 
     def intact(self) -> bool:
-        """Whether the states of that moment are known, and nothing has changed them."""
+        """Whether the states after the newest step are known, and nothing has changed them."""
         return self._kept.keys() == self._objects.keys() and all(each.intact() for each in self._kept.values())
 
     def digests(self) -> Digests:
+        """The digests of the states after the newest two steps."""
         return self._digests
 
     def whole_digests(self) -> dict[str, str]:
-        """Of the objects' states now, large ones, too. Reads all of them."""
+        """The digests of the objects' states now, by name, except those of data. It reads large ones, too."""
         found = {}
         for name in self._objects.keys() - set(self._data):
             encoder = codec.Encoder()
@@ -135,13 +140,13 @@ class OwnObjects:
         return found
 
     def close(self) -> None:
-        """No step follows."""
+        """Close the record's files: no step follows."""
         if self._record is not None:
             self._record.close()
             self._record = None
 
     def _texts(self, states: Mapping[str, Any]) -> dict[str, _Text]:
-        """By name; those of large objects are left out."""
+        """These states as bytes, by name; those of large objects are left out."""
         texts: dict[str, _Text] = {}
         for name, state in states.items():
             text = None if name in self._large else _text(name, state)
@@ -161,9 +166,10 @@ class OwnObjects:
     def _give_back(self, name: str, kept: KeptState) -> None:
         self._given[name] = kept.give_back(self._objects[name])
 
-    def check_world(self, *, same_places: bool) -> None:
-        """Raises ProcessGroupError where data cannot follow into the world of this size."""
-        if not same_places and self._data:
+    def check_world(self, *, same_ranks: bool) -> None:
+        """Raise ProcessGroupError if data cannot follow into the new world. `same_ranks`: it has the size of the old
+        one, and all survivors have their ranks."""
+        if not same_ranks and self._data:
             raise ProcessGroupError(
                 f"{', '.join(self._data)} cannot follow into a world of another size, with a position of one rank\n"
                 "give it a method regroup(rank, world), or take ht.DataLoader"
@@ -177,13 +183,13 @@ class OwnObjects:
         survived: bool,
         theirs: Digests,
         survivors: Sequence[Digests],
-        alike: Collection[str],
+        equal_objects: Collection[str],
     ) -> None:
-        """Give each object its state after this step, which is its own, or the source's.
+        """Give each object its state after this step: its own if that is known, otherwise the source's.
 
-        `states`: the source's; `theirs`: their digests; `survivors`: the digests of all ranks that have completed this
-        step; `alike`: objects that were equal on all ranks when these were compared. Raises ProcessGroupError where
-        a state is lost."""
+        `states`: those of the source. `theirs`: their digests. `survivors`: the digests of all ranks that have
+        completed this step. `equal_objects`: objects that were equal on all ranks when these were compared. Raises
+        ProcessGroupError if a state is lost."""
         recorded = {} if survived or self._record is None else self._record.read(step)
         before = {} if survived or self._record is None else self._record.read(step - 1)
         for name, each in self._objects.items():
@@ -196,11 +202,16 @@ class OwnObjects:
             if name in recorded:
                 self._give_back(name, KeptState(recorded[name].state))
                 continue
+
+            # Only the source's state is left. It is right if the object was equal on all ranks after the step before,
+            # and is equal on all that have completed this one.
             if survived and step == self._step + 1:
                 last = self._digests.get(name, [""])[0]
             else:
                 last = before[name].digest if name in before else ""
-            were_equal = name not in self._data and (last == theirs.get(name, ["", ""])[1] if last else name in alike)
+            were_equal = name not in self._data and (
+                last == theirs.get(name, ["", ""])[1] if last else name in equal_objects
+            )
             if not were_equal or len({digests.get(name, [""])[0] for digests in survivors}) > 1:
                 raise ProcessGroupError(f"{name} has a state of its own on each rank, and nobody has that of this rank")
             each.load_state_dict(states[name])
@@ -214,7 +225,7 @@ def _digest(text: bytes) -> str:
 
 
 def _text(name: str, state: Any) -> bytes | None:
-    """None: it is larger than RECORD_BYTES_MAX."""
+    """The state as bytes; None: it is larger than RECORD_BYTES_MAX."""
     encoder = codec.Encoder()
     tree = encoder.encode(state, name)
     if sum(each.nbytes for each in encoder.tensors.values()) > RECORD_BYTES_MAX:
@@ -224,6 +235,7 @@ def _text(name: str, state: Any) -> bytes | None:
 
 
 def _packed(tensor: torch.Tensor) -> list[Any]:
+    """The tensor as JSON: type, shape, and its bytes in base64."""
     plain = tensor.detach().cpu().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return [str(plain.dtype).removeprefix("torch."), list(plain.shape), base64.b64encode(data).decode()]
@@ -239,6 +251,7 @@ def _unpacked(packed: Sequence[Any]) -> torch.Tensor:
 
 
 def _state_of(packed: Sequence[Any]) -> Any:
+    """The state in the bytes that `_text` made, after they were parsed."""
     tree, tensors = packed
     return codec.decode(tree, lambda key: _unpacked(tensors[key]))
 
@@ -251,7 +264,7 @@ class _Text(NamedTuple):
 
 
 class _Recorded(NamedTuple):
-    """One state, as it was found."""
+    """One state that was read from a record."""
 
     digest: str
     state: Any
@@ -261,17 +274,19 @@ class _StateRecord:
     """The states after each of the last RECORDS steps, in files in memory."""
 
     HEAD = struct.Struct("=QQI")
-    """The step plus 1, 0: none; bytes that follow; their checksum, since the process may be killed while it writes."""
+    """A file's first bytes: the step plus 1 (0: none), the number of bytes that follow, and their checksum, since the
+    process may be killed while it writes."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._files = [own_folders.open_file(path) for path in paths]
         self._newest = -1
+        """The newest step that was written."""
         self._number, self._complete = 0, True
-        """Where the newest one is, and whether its step is complete."""
+        """The index of the file with that step, and whether the step is complete."""
 
     @classmethod
     def at(cls, place: str) -> _StateRecord | None:
-        """None without a folder, or without room in it."""
+        """The record in this folder; None: there is no folder, or no room in it."""
         if place:
             rank = os.environ.get("LOCAL_RANK", "0")
             with contextlib.suppress(OSError):
@@ -283,9 +298,9 @@ class _StateRecord:
             os.close(file)
 
     def write(self, step: int, texts: Mapping[str, _Text], *, complete: bool) -> None:
-        """The next call replaces the states of a step that is not complete."""
+        """Write the states of this step down. If it is not complete, the next call replaces them."""
         if step < self._newest or (step == self._newest and self._complete):
-            # The job went back: what was done since then is no longer true.
+            # The job went back: the steps that it had done since are given up.
             for file in self._files:
                 if self._step_of(file) >= step:
                     os.pwrite(file, bytes(self.HEAD.size), 0)
@@ -294,15 +309,16 @@ class _StateRecord:
         self._newest, self._complete = step, complete
         body = codec.dumps({name: [each.digest, msgspec.Raw(each.text)] for name, each in texts.items()})
         head = self.HEAD.pack(step + 1, len(body), zlib.crc32(body))
-        with contextlib.suppress(OSError):  # no room: a replacement finds none
+        with contextlib.suppress(OSError):  # no room is left: a replacement finds no states
             os.pwrite(self._files[self._number], head + body, 0)
 
     def _step_of(self, file: int) -> int:
+        """The step whose states are in this file; -1: none."""
         head = os.pread(file, self.HEAD.size, 0)
         return int(self.HEAD.unpack(head)[0]) - 1 if len(head) == self.HEAD.size else -1
 
     def read(self, step: int) -> dict[str, _Recorded]:
-        """By name; empty: the states after this step are not there."""
+        """The states after this step, by name; empty: they are not in the record."""
         for file in self._files:
             if self._step_of(file) != step:
                 continue

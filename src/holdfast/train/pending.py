@@ -1,17 +1,18 @@
-"""Whether `snaps.step()` ends an optimizer step, or only one of several batches whose gradients are still pending.
+"""Decides whether `snaps.step()` ends an optimizer step, or only one of several batches whose gradients are pending.
 
-The caller's `snaps.step()` is the truth: what it counts is complete and may be saved. There is one exception. While
-gradients wait for the rest of their optimizer step, the state alone is not enough to go on from: the gradients would be
-lost. So nothing is saved then; what was due is saved after the optimizer has stepped.
+A call of `snaps.step()` says that a step is complete and may be saved. There is one exception: while gradients wait for
+the rest of their optimizer step, the state alone is not enough to go on from, because the gradients would be lost. So
+nothing is saved then; a save that was due is made after the optimizer has stepped.
 
-Gradients are known to be pending in the middle of `ht.accumulate`. A script that accumulates by hand does not say so.
-For it, torch's hooks are looked at: no optimizer has stepped since the last call, and gradients are there. Hooks are
-evidence and no more: the `step()` of an optimizer that is replayed from a CUDA graph, or that is stepped by another
-optimizer, runs no hook. After CALLS_MAX calls without any hook the caller is believed, and one warning says so.
+In the middle of `ht.accumulate` it is known that gradients are pending. A script that accumulates by hand does not say
+so. For such a script torch's hooks are evidence: gradients are pending if no optimizer has stepped since the last call,
+and there are gradients. The evidence may be wrong: a `step()` that is replayed from a CUDA graph, or that another
+optimizer makes, runs no hook. So after CALLS_MAX calls without any hook each call counts as a complete step, and one
+warning says so.
 
 This evidence is one rank's. Another rank may see something else at the same call: a GradScaler of its own has skipped
 the step there, or it adds up another number of batches between exchanges (local SGD). So no rank decides alone whether
-it takes part in a save. All of them do, and in the save they tell each other whether something is pending (save.py)."""
+it takes part in a save. All of them do, and in the save they exchange whether something is pending (save.py)."""
 
 from __future__ import annotations
 
@@ -23,32 +24,35 @@ from torch.optim import Optimizer
 from holdfast.train.accumulation import UnfinishedStep, unfinished_micro_batches
 
 CALLS_MAX = 10
-"""Calls of `snaps.step()` with gradients and without an optimizer's step, in a row. A script that accumulates more
-batches than this by hand gets the warning, too; from its first optimizer step on its batches are recognised."""
+"""Limit of the calls of `snaps.step()` in a row with gradients and without an optimizer's step. A script that
+accumulates more batches than this by hand gets the warning, too; from its first optimizer step on its batches are
+recognised."""
 
 
 class WherePending(Enum):
-    """Whether gradients are pending after a call of `snaps.step()`."""
+    """The ranks on which gradients are pending after a call of `snaps.step()`."""
 
     NONE = "none"
     HERE = "here"
-    """On this rank; the others may see something else."""
+    """Gradients are pending on this rank; it may be otherwise on the others."""
     EVERYWHERE = "everywhere"
-    """Every rank is in the middle of an accumulation in which all exchange gradients at its end."""
+    """Gradients are pending on every rank: in an accumulation at whose end all exchange gradients."""
 
 
 class PendingGradients:
-    """One rank's knowledge of the optimizers that it tracks."""
+    """One rank's evidence of pending gradients, from the optimizers that it tracks."""
 
     def __init__(self) -> None:
         self.stepped = False
-        """A tracked optimizer has stepped since the last call of `at_step`."""
+        """Whether a tracked optimizer has stepped since the last call of `at_step`."""
         self._optimizers: list[Optimizer] = []
-        self._silent_calls = self._silent_calls_known = 0
-        """In a row: now, and the largest number after which an optimizer did step. That is how many batches are added
-        up by hand."""
+        self._silent_calls = 0
+        """The number of calls in a row with gradients and without an optimizer's step."""
+        self._silent_calls_known = 0
+        """The largest such number after which an optimizer did step: the number of batches that are added up by hand.
+        """
         self._micro_batches: dict[int, UnfinishedStep] = {}
-        """Of unfinished steps, at the last call of `at_step`."""
+        """Unfinished steps of `ht.accumulate` at the last call of `at_step`, by the model's identity."""
 
     def watch(self, optimizer: Optimizer) -> None:
         """Look at this optimizer's steps and gradients."""
@@ -61,17 +65,17 @@ class PendingGradients:
         self._silent_calls = 0
 
     def begin_again(self) -> None:
-        """The world has changed, and the step that was under way is given up: all ranks count from 0 again, since
-        what is pending has to be the same on all of them."""
+        """Count from 0 again: the world has changed, and the step that was under way is given up. The counts have to be
+        the same on all ranks."""
         self.stepped = False
         self._silent_calls = 0
         self._micro_batches = {}
 
     def at_step(self) -> WherePending:
-        """`snaps.step()` was called."""
+        """The answer for this call of `snaps.step()`, which begins a new step."""
         stepped, self.stepped = self.stepped, False
         before, self._micro_batches = self._micro_batches, unfinished_micro_batches()
-        # A model that has the same number again is not trained any more. Its unfinished step holds up no save.
+        # A model whose step is where it was at the last call is not trained any more: its step delays no save.
         unfinished = [each for model, each in self._micro_batches.items() if before.get(model) != each]
         if unfinished:
             return WherePending.EVERYWHERE if any(each.exchanges for each in unfinished) else WherePending.HERE

@@ -1,7 +1,8 @@
-"""Snapshots from which training does not go on well are left out of the next resume; a job that does not get on ends.
+"""Leaves snapshots out of the next resume if training fails soon after it went on from them, and ends a job that makes
+no progress.
 
-`judged` is rank 0's, at each resume; `OwnLife` is every rank's, from its resume on. What they leave for the next life,
-and how it is judged: snapshots/lives.py.
+Rank 0 calls `judged` at each resume; every rank has an `OwnLife`, from its resume on. The files that they leave for the
+next life, and the rules by which it is judged, are in snapshots/lives.py.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lives
 from holdfast.train.snapshots.layout import Key
 from holdfast.train.snapshots.lives import JobHistory, LifeFailure
-from holdfast.train.snapshots.remote import Place
+from holdfast.train.snapshots.remote import Location
 
 PREVIOUS_END = "HOLDFAST_PREVIOUS_END"
-"""In a worker's environment: how the workers before it ended (`coordinator.ending.previous_end`)."""
+"""Variable of a worker's environment that says how the workers before it ended (`coordinator.ending.previous_end`)."""
 WITHIN_STEPS = 20
-"""The window after a resume where the interval of snapshots is a time."""
+"""`Patience.within_steps` if the interval of snapshots is a time."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """The limits of `Snapshots`."""
+    """The limits for failures and restarts."""
 
     within_steps: int
     """A failure within this number of steps after a resume makes the snapshot suspect; 0: never."""
@@ -40,7 +41,8 @@ class Patience:
 
     @classmethod
     def of(cls, within_steps: int | None, interval: int | None, restarts: int | None) -> Patience:
-        """From `SnapshotOptions`; `interval`: steps between its snapshots. IntervalError."""
+        """The limits of `SnapshotOptions`. `interval`: steps between two snapshots; None: not known. Raises
+        IntervalError."""
         for name, number in (("suspect_within_steps", within_steps), ("restarts_without_progress", restarts)):
             if number is not None and (type(number) is not int or number < 0):
                 raise IntervalError(f"{name}={number!r}: a number from 0 on")
@@ -51,16 +53,17 @@ class Patience:
 
 @dataclass(frozen=True)
 class Judged:
-    """What rank 0 knows of the lives until now."""
+    """Rank 0's judgement of the lives until now."""
 
     history: JobHistory
     suspects: dict[Key, str]
-    """The marks, with their reasons."""
+    """The marked snapshots, with the reasons."""
     over: str = ""
-    """Why the job ends here."""
+    """The reason why the job ends here; empty: it goes on."""
 
-    def begin(self, folder: Place, life: str, origin: Key | None) -> None:
-        """Another life goes on from there. A disk that takes no note ends no training."""
+    def begin(self, folder: Location, life: str, origin: Key | None) -> None:
+        """Note in the folder that another life goes on from `origin`. If the disk cannot take the note, rank 0 warns:
+        that must not end the training."""
         try:
             replace(self.history, life=life, origin=origin, ended=False).save(folder)
         except SnapshotError as error:
@@ -68,8 +71,9 @@ class Judged:
         lives.forget_failure(folder)
 
 
-def judged(folder: Place, patience: Patience, in_memory: Iterable[Key]) -> Judged:
-    """Judge the life that has ended, and mark what is suspect. `in_memory`: of all ranks. SnapshotError."""
+def judged(folder: Location, patience: Patience, in_memory: Iterable[Key]) -> Judged:
+    """Judge the life that has ended, and mark suspect snapshots. `in_memory`: the keys of the states in memory of all
+    ranks. Raises SnapshotError."""
     found, before, held = folders.survey(folder), JobHistory.load(folder), set(in_memory)
     failure = _failure(folder, before.life)
     reached = max((key.step for key in (*found.keys, *held)), default=0)
@@ -77,6 +81,7 @@ def judged(folder: Place, patience: Patience, in_memory: Iterable[Key]) -> Judge
     after = before.after(failure, reached, found.keys, found_suspect=bool(new))
     gone = found.marks - {*found.keys, *held, *new}
     marks = {*found.marks, *new} - gone
+
     try:
         lives.unmark(folder, gone)
         if new and failure is not None:
@@ -90,28 +95,30 @@ def judged(folder: Place, patience: Patience, in_memory: Iterable[Key]) -> Judge
     return _without_progress(folder, Judged(after, suspects), patience, failure)
 
 
-def _failure(folder: Place, life: str) -> LifeFailure | None:
-    """How the newest life failed: the launcher knows it best; without its word what a rank noted."""
+def _failure(folder: Location, life: str) -> LifeFailure | None:
+    """The failure of the newest life; None: it ended by no fault of the training. The launcher knows it best; without
+    its report it is the one that a rank noted."""
     noted = lives.noted_failure(folder)
     if noted is not None and noted.life != life:
-        noted = None
-    told = os.environ.get(PREVIOUS_END, "")
-    if not told:
+        noted = None  # it is that of an earlier life
+    reported = os.environ.get(PREVIOUS_END, "")
+    if not reported:
         return noted
-    failure = LifeFailure.of_launcher(told)
-    if failure is not None and failure.step == 0:
+    failure = LifeFailure.of_launcher(reported)
+    if failure is not None and failure.step == 0:  # the launcher does not know the step
         return noted
     return failure
 
 
-def _without_progress(folder: Place, found: Judged, patience: Patience, failure: LifeFailure | None) -> Judged:
+def _without_progress(folder: Location, found: Judged, patience: Patience, failure: LifeFailure | None) -> Judged:
+    """The same judgement; if too many restarts failed without progress, with the reason to end the job."""
     history = found.history
     if not patience.restarts or history.stalled < patience.restarts:
         return found
     if history.ended and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return replace(
-            found, history=replace(history, stalled=0, floor=None)
-        )  # started again, after the cause was removed
+        # The job was ended, and a user has started it again: the cause may have been removed, so the count begins at 0.
+        return replace(found, history=replace(history, stalled=0, floor=None))
+
     with contextlib.suppress(SnapshotError):
         replace(history, ended=True).save(folder)
     lives.forget_failure(folder)
@@ -124,20 +131,20 @@ def _without_progress(folder: Place, found: Judged, patience: Patience, failure:
 class OwnLife:
     """One rank's life, from its resume to its end."""
 
-    folder: Place
+    folder: Location
     word: str = ""
-    """All ranks have the same; empty: this rank does not know it."""
+    """The random word that identifies the life, the same on all ranks; empty: this rank does not know it."""
     losses: LossWatch = field(default_factory=LossWatch)
 
     def failed(self, error: BaseException, step: int) -> None:
-        """This rank ends with this error."""
+        """Note for the next life that this rank ends with this error after this step."""
         text = lives.text_of(error)
         if self.word and text:
             lives.note_failure(self.folder, LifeFailure(text, step, self.word))
 
 
 def end_without_progress(text: str) -> NoReturn:
-    """Every rank ends, with an exit code that asks the scheduler not to requeue the job."""
+    """End this rank, with an exit code that asks the scheduler not to requeue the job. Every rank calls it."""
     sys.stderr.write(f"holdfast: HF253: {text}\n")
     raise SystemExit(EXIT_NO_PROGRESS)
 

@@ -1,4 +1,8 @@
-"""The states of all random generators: read after each step and kept where a replacement finds them; and saved."""
+"""The states of all random generators: they are read after each step, written down for a replacement, and saved.
+
+To read the whole state of a generator takes 2 to 30 µs, and few training loops draw from all of them. A few words of
+the state show whether it has changed: the position, and a word that no two states have in common. To read these is one
+call of compiled code (`Look`)."""
 
 from __future__ import annotations
 
@@ -22,15 +26,16 @@ from holdfast.train import torch_private
 
 WORDS = 624
 WORDS_BYTES = 4 * WORDS
-"""Of a Mersenne twister: the generators of torch, Python and numpy are of this kind."""
+"""Size of the words of a Mersenne twister: the generators of torch, Python and numpy are of this kind."""
 WORD_BYTES = 8
 NO_CUDA = b"\xff" * 16
-"""In place of the state of torch's generator on a GPU, which has as many bytes: its seed and its offset."""
+"""A value of the size of a state of torch's generator on a GPU (seed and offset), which means that there is none."""
 States: TypeAlias = tuple[bytes, ...]
-"""Of all generators: torch's on the CPU, Python's and numpy's, torch's on this GPU. Each has a constant size."""
+"""The states of all generators: torch's on the CPU, Python's and numpy's, torch's on this GPU. Each has a constant
+size."""
 RECORDS = 3
-"""A lost rank may have completed a step that no other one has, and have done the forward pass of the next: the others
-go on from the step before."""
+"""The number of steps whose states are kept. A lost rank may have completed a step that no other rank has completed,
+and have done the forward pass of the next one; the others go on from the step before."""
 
 
 class RandomNumbers:
@@ -43,20 +48,23 @@ class RandomNumbers:
         self._of_numpy = NumpysGenerator()
         self._looks = [*self._of_python.looks, *self._of_numpy.looks]
         self._seen: list[object] = []
+        """What the `Look`s of Python and numpy have returned last."""
         self._rest = b""
-        """Of Python and numpy."""
+        """The states of Python's and numpy's generators."""
         self._cuda = NO_CUDA
         self._drawn = False
-        """Somebody has drawn from these."""
+        """Whether the program has ever drawn from Python's or numpy's generators."""
         self.states: States = ()
+        """The states at the last `read`."""
         self.read()
 
     def read(self) -> None:
+        """Read the states."""
         self.states = self.now(look=True)
 
     def now(self, *, look: bool = False) -> States:
-        """Of each part the same object as long as nobody draws from its generators. Without `look` Python's and numpy's
-        are looked at only where it was found before that the program draws from them."""
+        """The states now. Each part is the same object as long as nothing is drawn from its generators. Without `look`,
+        those of Python and numpy are read only if the program has drawn from them before."""
         if (look or self._drawn) and (seen := [look_at() for look_at in self._looks]) != self._seen:
             self._changed(seen)
         if self._may_use_cuda:
@@ -80,12 +88,12 @@ class RandomNumbers:
         self._rest = self._of_python.state() + self._of_numpy.state()
 
     def _read_cuda(self) -> None:
-        # While a graph is captured torch refuses to tell; and a capture draws nothing.
+        # While a graph is captured torch refuses to give the state, and a capture draws nothing.
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             self._cuda = torch.cuda.get_rng_state().numpy().tobytes()
 
     def restore(self, states: States | None = None) -> None:
-        """Those of the last `read`, or these."""
+        """Set the states of the last `read`, or these."""
         of_torch, rest, cuda = self.states if states is None else states
         self.of_torch.restore(of_torch)
         self._of_python.restore(rest[: PythonsGenerator.STATE.size])
@@ -95,30 +103,32 @@ class RandomNumbers:
 
 
 Look = Callable[[], object]
-"""Tells something of a generator that differs whenever somebody has drawn from it."""
-
-# To read the whole state of a generator takes 2 to 30 µs, and few training loops draw from all of them. A few words of
-# it show whether it is another one: the position, and a word that no two states have in common. A look at them is one
-# call of compiled code.
+"""Returns a value that changes whenever something is drawn from a generator."""
 
 
 def _look_at(address: int, size_bytes: int) -> Callable[[], bytes]:
+    """A function that returns the bytes at this address."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B").tobytes
 
 
 class TorchsGenerator:
-    """torch's global generator of the CPU. Where torch keeps its state in the memory in the order that we know, that
-    memory is copied: torch's own copy takes several times as long."""
+    """torch's global generator of the CPU. If torch has its state in memory in the known order, that memory is copied:
+    torch's own copy takes several times as long."""
 
     MEMORY = struct.Struct(f"=Qi?3xI{WORDS_BYTES}s4xf?3xd?7x")
-    """Seed, numbers left, whether it was seeded, the next one; the numbers; then the second one of two that were drawn
-    from a normal distribution, and whether there is one: in single and in double precision."""
+    """The order in memory: seed, count of the numbers that are left, whether it was seeded, index of the next one; the
+    numbers; then the second one of two that were drawn from a normal distribution, and whether there is one: in single
+    and in double precision."""
     STATE = struct.Struct(f"=QiiQ{2 * WORDS_BYTES}s8xd8xi4xf?3x")
-    """The same as `get_state` has it: eight bytes for each of the numbers, and double precision first."""
+    """The order in `get_state`: eight bytes for each of the numbers, and double precision first."""
     WORDS_AT = 20
+    """Offset of the numbers in memory."""
     FIRST_BYTES = WORDS_AT + 3 * 4
+    """The bytes at the beginning that show whether something was drawn."""
     LAST_AT = WORDS_AT + WORDS_BYTES
+    """Offset of what follows the numbers."""
     SEARCHED = 256
+    """The bytes of the object in which the state is searched for."""
 
     def __init__(self) -> None:
         self._memory: Callable[[], bytes] | None = None
@@ -126,10 +136,12 @@ class TorchsGenerator:
         self._last: Look = object
         self._seen: object = None
         self._state = b""
+
+        # Whether the order in memory is the known one is tried on a generator of our own.
         model = torch.Generator()
-        told = list(self.STATE.unpack(_state(model)))
-        told[5:] = 0.5, 1, 0.25, True
-        _set_state(model, self.STATE.pack(*told))
+        fields = list(self.STATE.unpack(_state(model)))
+        fields[5:] = 0.5, 1, 0.25, True
+        _set_state(model, self.STATE.pack(*fields))
         at = self._begin(model)
         if at is not None and self._translated(ctypes.string_at(at, self.MEMORY.size)) == _state(model):
             begin = (
@@ -140,14 +152,14 @@ class TorchsGenerator:
             self._last = _look_at(begin + self.LAST_AT, self.MEMORY.size - self.LAST_AT)
 
     def _begin(self, generator: torch.Generator) -> int | None:
-        """The address of its state; None: it is not where we look."""
+        """The address of its state; None: it was not found."""
         at = torch_private.generator_address(generator)
         first = struct.pack("=4I", *struct.unpack_from("=4Q", _state(generator), 24))
         found = ctypes.string_at(at, self.SEARCHED).find(first) if at else -1
         return at + found - self.WORDS_AT if found >= self.WORDS_AT else None
 
     def state(self) -> bytes:
-        """For `restore` and `official`; the same object as long as nobody draws."""
+        """The state, for `restore` and `official`. It is the same object as long as nothing is drawn."""
         seen = self._first(), self._last()
         if seen != self._seen:
             self._seen = seen
@@ -158,7 +170,7 @@ class TorchsGenerator:
         _set_state(torch.default_generator, self.official(state))
 
     def official(self, state: bytes) -> bytes:
-        """As `get_state` has it."""
+        """The same state in the order of `get_state`."""
         return state if self._memory is None else self._translated(state)
 
     def _translated(self, memory: bytes) -> bytes:
@@ -182,7 +194,7 @@ class PythonsGenerator:
     GAUSS = struct.Struct("=?d")
     """Whether there is the second one of two numbers that were drawn from a normal distribution; that number."""
     MEMORY = struct.Struct(f"={1 + WORDS}I")
-    """The position, the words: as the memory has it."""
+    """The order in memory: the position, the words."""
     STATE = struct.Struct(f"=?d{1 + WORDS}I")
 
     def __init__(self) -> None:
@@ -210,10 +222,10 @@ class PythonsGenerator:
 
 
 class NumpysGenerator:
-    """numpy's global generator, where numpy is loaded and nobody has put one of another kind in its place."""
+    """numpy's global generator, if numpy is loaded and the program has not replaced it by one of another kind."""
 
     STATE = struct.Struct(f"=??di{WORDS_BYTES}s")
-    """Whether there is one; then as PythonsGenerator has it, but the words behind the position."""
+    """Whether there is one; then the same fields as in PythonsGenerator, with the words after the position."""
     KIND = "MT19937"
 
     def __init__(self) -> None:
@@ -222,15 +234,15 @@ class NumpysGenerator:
         if "numpy" in sys.modules:
             self._random = sys.modules["numpy"].random
             generator = self._random.mtrand._rand._bit_generator
-            # The words, and behind the last one the position.
+            # In memory the position comes after the last word: these eight bytes show whether something was drawn.
             at = generator.ctypes.state_address + WORDS_BYTES - 4 if type(generator).__name__ == self.KIND else 0
             gauss = self._gauss_begin()
             known = at and gauss is not None
             self.looks = [_look_at(at, 8), _look_at(gauss, 16)] if known and gauss is not None else [object]
 
     def _gauss_begin(self) -> int | None:
-        """Where the global generator has the second one of two normal numbers, and whether there is one. None: it is
-        not where we look."""
+        """The address at which the global generator has the flag whether there is the second one of two normal numbers,
+        and then that number; None: it was not found. It is searched for in a generator of our own."""
         model = self._random.RandomState(0)
         kind, words, position, *_ = model.get_state()
         model.set_state((kind, words, position, 1, 0.123456789))
@@ -259,7 +271,7 @@ class RandomRecord:
     this node goes on with those of the rank that it replaces."""
 
     def __init__(self, path: str, states: States) -> None:
-        """`states`: of the sizes of those that come. Raises OSError when there is no memory."""
+        """`states`: of the same sizes as those that are written later. Raises OSError when there is no memory."""
         head_bytes = RECORDS * WORD_BYTES
         state_bytes = sum(map(len, states))
         size_bytes = head_bytes + RECORDS * state_bytes
@@ -270,44 +282,46 @@ class RandomRecord:
         finally:
             os.close(fd)
         self._steps = memory[:head_bytes].cast("Q")
-        """Of each state, plus 1; 0: there is none."""
+        """The step of each state, plus 1; 0: there is none."""
         ends = [*itertools.accumulate(map(len, states), initial=0)]
         self._states = [
             [memory[at + begin : at + end] for begin, end in itertools.pairwise(ends)]
             for at in range(head_bytes, size_bytes, state_bytes)
         ]
         self._held: list[States] = [(b"", b"", b"")] * RECORDS
-        """What this process has written there: to compare objects is enough to see that nobody has drawn."""
+        """The states that this process has written: the same objects show that nothing was drawn."""
         self._newest = -1
+        """The newest step that was written."""
         self._number, self._complete = 0, True
-        """Where the newest one is, and whether its step is complete."""
+        """The index of that step's states, and whether the step is complete."""
 
     @classmethod
     def at(cls, place: str, states: States) -> RandomRecord | None:
-        """None without a folder, or without room in it."""
+        """The record in this folder; None: there is no folder, or no room in it."""
         if place:
             with contextlib.suppress(OSError):
                 return cls(os.path.join(place, f"{os.environ.get('LOCAL_RANK', '0')}.random"), states)
         return None
 
     def write(self, step: int, states: States, *, complete: bool) -> None:
-        """The next call replaces the states of a step that is not complete."""
+        """Write the states of this step down. If it is not complete, the next call replaces them."""
         newest = self._newest
         if self._complete and newest != step:
             self._number = (self._number + 1) % RECORDS
         self._complete = complete
         number, steps = self._number, self._steps
         held = self._held[number]
-        # No loop and no function: in each step the caches are cold, and a call costs more than the comparisons.
+        # Without a loop and without a function: after a step's work the processor's caches have none of this, and a
+        # call costs more than the comparisons.
         is_there = held[0] is states[0] and held[1] is states[1] and held[2] is states[2]
         if newest == step and is_there:
             return
-        if step < newest:  # the job went back: what was done since then is no longer true
+        if step < newest:  # the job went back: the steps that it had done since are given up
             for each in range(RECORDS):
                 if steps[each] > step:
                     steps[each] = 0
         if not is_there:
-            steps[number] = 0
+            steps[number] = 0  # the process may be killed while it writes
             of_torch, rest, cuda = self._states[number]
             if held[0] is not states[0]:
                 of_torch[:] = states[0]
@@ -320,18 +334,18 @@ class RandomRecord:
         self._newest = step
 
     def read(self, step: int) -> States | None:
-        """None: the states after this step were not recorded."""
+        """The states after this step; None: they were not recorded."""
         for number in range(RECORDS):
             if self._steps[number] == step + 1:
                 return tuple(map(bytes, self._states[number]))
         return None
 
 
-# --- as a snapshot has them -------------------------------------------------------------------------------------------
+# --- in snapshots -----------------------------------------------------------------------------------------------------
 
 
 def random_state() -> dict[str, Any]:
-    """State of the random generators that are in use: Python, numpy if imported, torch on CPU and this GPU."""
+    """The states of the random generators that are in use: Python, numpy if imported, torch on CPU and this GPU."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, struct.pack(f"<{len(words)}I", *words), gauss],
@@ -347,14 +361,14 @@ def random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
-    """What the block draws from the random generators is as if it had not been drawn."""
+    """Set the random generators back after the block, as if nothing had been drawn in it."""
     state = random_state()
     yield
     set_random_state(state)
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the random generators to what `random_state` returned."""
+    """Set the random generators to the states that `random_state` returned."""
     version, packed, gauss = state["python"]
     random.setstate((version, struct.unpack(f"<{len(packed) // 4}I", packed), gauss))
     torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
@@ -380,8 +394,8 @@ def seed_random(common: bytes, rank: int, world: int, equal: Collection[str] = (
     and the same one for the generators that are `equal` on all ranks."""
 
     def seed(name: str) -> bytes:
-        place = "" if name in equal else f"/{rank}"
-        return hashlib.sha256(common + f"{place}/{world}".encode()).digest()
+        own = "" if name in equal else f"/{rank}"
+        return hashlib.sha256(common + f"{own}/{world}".encode()).digest()
 
     random.seed(seed("python"))
     # One call seeds the generators of the CPU and of the GPUs.

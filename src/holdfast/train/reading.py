@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.protocol.errors import ShardingError, SnapshotDamagedError, StateMismatchError
 from holdfast.train import state_codec as codec
-from holdfast.train.copying import PrivateMapping, can_settle, copy_all
+from holdfast.train.copying import PrivateMapping, can_copy_pages, copy_all
 from holdfast.train.sharding import DTYPES, PIECES, TEXT, TIED, Piece, local_pieces, local_tensor
 from holdfast.train.snapshots.folder import RankFile, Snapshot
 from holdfast.train.snapshots.layout import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
@@ -84,7 +84,7 @@ def _body_bytes(header: memoryview) -> int:
 
 
 _Found = tuple[Part, str, Piece]
-"""A saved piece: where, under which name."""
+"""A saved piece: the image that contains it, and the name of its entry there."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ class Saved:
 
     @cached_property
     def pieces(self) -> dict[str, dict[tuple[int, ...], _Found]]:
-        """Where each piece is, by key and then by offsets. Copies are left out; tied tensors are listed under all their
-        names."""
+        """All pieces, by key and then by offsets. Copies are left out; a tied tensor is listed under all its names."""
         found: dict[str, dict[tuple[int, ...], _Found]] = {}
         for part in self._parts:
             described = _described(part.image)
@@ -130,7 +129,7 @@ class Saved:
 
     @cached_property
     def texts(self) -> list[dict[str, Any]]:
-        """State other than tensors of each rank, in the order of the parts."""
+        """The state of each rank that is not in tensors, in the order of the parts."""
         texts = []
         for part in self._parts:
             span = part.image.spans.get(TEXT)
@@ -147,8 +146,8 @@ class Saved:
         return piece.whole, piece.dtype
 
     def prepare(self, targets: Mapping[str, torch.Tensor]) -> ReadPlan:
-        """Plan to fill these tensors, or this rank's shards of them. Raises ShardingError when a part is not
-        available."""
+        """The plan to fill these tensors, or this rank's shards of them. Raises ShardingError if a part is not
+        available; StateMismatchError."""
         matching: list[tuple[torch.Tensor, _Found]] = []
         others: dict[str, torch.Tensor] = {}
         for key, tensor in targets.items():
@@ -162,7 +161,7 @@ class Saved:
         return ReadPlan(self, matching, planner, plan)
 
     def match(self, key: str, tensor: torch.Tensor) -> _Found | None:
-        """The saved piece with exactly the box of this tensor that this process holds, or None."""
+        """The saved piece with exactly the part of this tensor that this process has; None: there is none."""
         sizes = tuple(tensor.shape)
         offsets = (0,) * len(sizes)
         if isinstance(tensor, DTensor):
@@ -174,12 +173,13 @@ class Saved:
         return found if found is not None and found[2].sizes == sizes else None
 
     def adopt(self, found: _Found) -> torch.Tensor | None:
-        """A piece in memory as a tensor that takes its pages from there, copied when they are written to; or None.
+        """A piece in a memory slot as a tensor in the same pages, which are copied when they are written to; None: that
+        is not possible.
 
-        All of `settling` has to be done before anybody writes to that memory.
+        All `copies_to_make` have to be made before any process writes to that slot.
         """
         part, name, piece = found
-        if not isinstance(part, MemoryPart) or part.path is None or math.prod(piece.sizes) == 0 or not can_settle():
+        if not isinstance(part, MemoryPart) or part.path is None or math.prod(piece.sizes) == 0 or not can_copy_pages():
             return None
         if part.path not in self._mapped:
             self._mapped[part.path] = PrivateMapping(part.path)
@@ -190,8 +190,8 @@ class Saved:
         view = mapping.take(slice(part.offset + span.start, part.offset + span.stop))
         return torch.frombuffer(view, dtype=piece.dtype).view(piece.sizes)
 
-    def settling(self) -> list[Callable[[], None]]:
-        """Functions that copy the adopted pages, piece by piece, in any order, while they are in use.
+    def copies_to_make(self) -> list[Callable[[], None]]:
+        """Functions that copy the adopted pages, piece by piece, in any order, while they are in use. They raise
         SnapshotMemoryError."""
         return [partial(mapping.copy_pages, *piece) for mapping in self._mapped.values() for piece in mapping.pieces()]
 
@@ -229,6 +229,7 @@ class Saved:
         return tensor
 
     def _plan(self, targets: Mapping[str, torch.Tensor]) -> tuple[LoadPlanner, LoadPlan]:
+        """torch's plan to fill these tensors from several pieces each. Raises ShardingError."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(targets), self.metadata(targets), is_coordinator=False)
         plan = planner.create_local_plan()
@@ -266,11 +267,12 @@ def opened(snapshot: Snapshot) -> Iterator[Saved]:
 
 
 def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:
-    """A piece in memory, as a tensor of its shape that shares it where it can."""
+    """A piece in memory, as a tensor of its shape; it shares that memory if possible."""
     count = math.prod(piece.sizes)
     if count == 0:
         return torch.empty(piece.sizes, dtype=piece.dtype)
-    # What safetensors has no type for is stored as bytes, anywhere; torch crashes where its items are not aligned.
+    # A tensor whose type safetensors does not know is stored as bytes, at any offset; torch crashes if items are not
+    # aligned.
     aligned = span.start % piece.dtype.itemsize == 0
     dtype, items = (piece.dtype, count) if aligned else (torch.uint8, count * piece.dtype.itemsize)
     if data.readonly:
@@ -281,13 +283,14 @@ def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:
 
 
 def _quiet_frombuffer(data: memoryview, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
-    """Without torch's warning that such a tensor must not be written to: it never is."""
+    """The same as torch.frombuffer, without its warning that the tensor must not be written to: it never is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
 
 
 def _described(image: Image) -> dict[str, Any]:
+    """The descriptions of pieces in this image, by the names of the entries."""
     described: dict[str, Any] = codec.expect(codec.loads(image.metadata.get(PIECES, "{}").encode()), dict, PIECES)
     for entry in image.entries:
         if entry.dtype not in DTYPES and entry.name not in described:

@@ -1,17 +1,17 @@
-"""The reducers of DDP modules: what they were built with, the order of their buckets, and how they are built again for
-other ranks.
+"""The reducers of DDP modules: the parameters with which they were built, the order of their buckets, and how they are
+built again for other ranks.
 
-A reducer is bound to its process group, so when ranks are lost each DDP module gets a new one. It is built with what
-the first one was built with, not with what the module is at that moment: parameters may be frozen in between (the
+A reducer is bound to its process group, so when ranks are lost each DDP module gets a new one. It is built with the
+parameters of the first one, not with those that need gradients at that moment: parameters may be frozen in between (the
 discriminator of a GAN, layers that are unfrozen one after the other), and a static graph has to be learned again.
-What cannot be built again is known before training begins: `why_not`.
+Whether that is possible is known before training begins (`why_not`).
 
 A reducer groups the gradients in buckets: at first in the order of the parameters, after its first backward pass in
-the order in which that made them. Sums over more than two ranks depend on the place of a number in its bucket. So a
+the order in which that made them. Sums over more than two ranks depend on the position of a number in its bucket. So a
 new reducer begins with the order that the one before it had found: then a job that was regrouped or started again
-computes, bit for bit, what an undisturbed one does.
+computes, bit for bit, the same as an undisturbed one.
 
-Knows DistributedDataParallel, and neither when a group is left nor how a snapshot is made. Its private names are in
+Knows DistributedDataParallel. Must not know when a group is left, or how a snapshot is made. DDP's private names are in
 torch_private.py.
 """
 
@@ -39,7 +39,8 @@ Order = list[int]
 not known."""
 
 ONE_SUM = 2
-"""This many numbers, or fewer, have the same sum in any order."""
+"""Largest world in which the order of buckets does not matter: two numbers have the same sum in any order.
+"""
 
 HOOKS_WITHOUT_STATE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 WRAPPERS_OF_HOOKS = (
@@ -58,29 +59,29 @@ class Reducers:
             each for model in models for each in model.modules() if isinstance(each, DistributedDataParallel)
         ]
         self._within = len(self._wrappers)
-        """The first ones are within the models. The program has the others beside them, see `begin`."""
+        """The number of wrappers that are within the models; they come first. `begin` finds the others."""
         self._parameters = list(dict.fromkeys(each for model in models for each in model.parameters()))
         self._orders: list[Order] = [[] for _ in self._wrappers]
         self._built: dict[int, list[nn.Parameter] | None] = {}
-        """The parameters in each reducer, in no certain order; not before they are needed."""
+        """The parameters in each reducer, in no certain order, by the wrapper's number; read when they are needed."""
         self._hooks: list[tuple[list[tuple[Any, Any]], str]] = []
-        """While the reducers are dropped: what exchanged the gradients, and the name of that."""
+        """The communication hooks of each wrapper, and the name of a built-in one, while the reducers are dropped."""
         self._needing: list[bool] = []
         """Whether each parameter needed a gradient at the last `mark`."""
         self._unknown = True
-        """The order of some module is not known yet."""
+        """Whether the order of some module is not known yet."""
         self._frozen: list[int] = []
         self._graded: list[int] = []
 
     @property
     def orders(self) -> list[Order]:
-        """By module, for a snapshot."""
-        self._look()
+        """The orders of the DDP modules within the models, for a snapshot."""
+        self._read_orders()
         return self._orders[: self._within]
 
     @property
     def all_orders(self) -> list[Order]:
-        """As far as they are known: also of the modules beside the models."""
+        """The orders of all DDP modules of this process, as far as they are known."""
         return self._orders
 
     @property
@@ -93,7 +94,8 @@ class Reducers:
         """Numbers of the models' parameters that had a gradient when the old world was left."""
         return self._graded
 
-    def _look(self) -> None:
+    def _read_orders(self) -> None:
+        """Ask reducers for the orders that are not known yet."""
         for number, wrapper in enumerate(self._wrappers):
             if not self._orders[number] and _makes_other_buckets(wrapper) and "reducer" in wrapper.__dict__:
                 self._orders[number] = torch_private.gradient_order(wrapper)
@@ -122,10 +124,11 @@ class Reducers:
         return ""
 
     def begin(self) -> str:
-        """Note what the reducers were built with, before training; returns `why_not()`.
+        """Read the parameters with which the reducers were built, before training. Returns why these models cannot be
+        carried into another world; empty: they can.
 
-        A program may track the module within a DDP module, or track only some of its models: all DDP modules of this
-        process are looked at."""
+        A program may track the module within a DDP module, or track only some of its models: so all DDP modules of this
+        process are examined."""
         if why := self.why_not() or self._find_others() or self.why_not():
             return why
         for number, wrapper in enumerate(self._wrappers):
@@ -134,39 +137,41 @@ class Reducers:
         return ""
 
     def _find_others(self) -> str:
-        """Returns why one of them cannot be carried."""
+        """Find the DDP modules of this process that are not within the models. Returns why one of them cannot be
+        carried; empty: all can."""
         if not (found := _others_than(self._wrappers)):
             return ""
-        gc.collect()  # a module that nobody uses any more is no reason
+        gc.collect()  # a module that is not used any more is no reason
         del found
-        place = {parameter: number for number, parameter in enumerate(self._parameters)}
-        places: dict[DistributedDataParallel, int] = {}
+
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        first: dict[DistributedDataParallel, int] = {}
         for each in _others_than(self._wrappers):
-            unknown = [name for name, parameter in each.module.named_parameters() if parameter not in place]
+            unknown = [name for name, parameter in each.module.named_parameters() if parameter not in numbers]
             if unknown:
                 return f"{_name(each)} is not tracked: another rank could not get {unknown[0]} from this one"
-            places[each] = min(place[parameter] for parameter in each.module.parameters())
-        for each in sorted(places, key=places.__getitem__):  # alike on all ranks
+            first[each] = min(numbers[parameter] for parameter in each.module.parameters())
+        for each in sorted(first, key=first.__getitem__):  # in the same order on all ranks
             self._wrappers.append(each)
             self._orders.append([])
             self._unknown = True
         return ""
 
     def mark(self) -> None:
-        """A step is complete."""
+        """Note after a complete step which parameters needed gradients."""
         needing = [*map(_needs_gradient, self._parameters)]
         if needing != self._needing:
             self._needing = needing
             self._frozen = [number for number, needs in enumerate(needing) if not needs]
         if self._unknown:
-            self._look()
+            self._read_orders()
 
     # --- leaving a world, and entering another -----------------------------------------------------------------------
 
     def disconnect(self) -> None:
         """Drop all references to the old process group, and the gradients: of a step that is not completed, or views
         of a reducer's memory."""
-        self._look()
+        self._read_orders()
         self._graded = [
             number for number, each in enumerate(self._parameters) if each.grad is not None and not each.grad.is_sparse
         ]
@@ -181,8 +186,9 @@ class Reducers:
             torch_private.drop_reducer(wrapper, group=True)
 
     def connect(self, orders: Sequence[Order], frozen: Sequence[int], graded: Sequence[int]) -> None:
-        """Build the reducers for the default group, after `disconnect`. The arguments: of the rank from whose step all
-        go on. Raises ProcessGroupError where a module has other parameters than those it was built with."""
+        """Build the reducers for the default group, after `disconnect`. The arguments are `all_orders`, `frozen` and
+        `graded` of the rank from whose step all go on. Raises ProcessGroupError if a module has other parameters than
+        those with which it was built."""
         for number, wrapper in enumerate(self._wrappers):
             if number < len(orders):
                 self._orders[number] = list(orders[number])
@@ -192,8 +198,8 @@ class Reducers:
         for number, each in enumerate(self._parameters):
             _require_gradient(each, number not in now_frozen)
         self._frozen, self._needing = list(frozen), []
-        # A program that calls zero_grad(set_to_none=False) has gradients of zeros at a step's begin. A parameter that
-        # the step does not use is then moved by Adam's averages, and without a gradient it would not be.
+        # A program that calls zero_grad(set_to_none=False) has gradients of zeros at the beginning of a step. Adam's
+        # averages then move even a parameter that the step does not use; without a gradient they would not.
         for number in graded:
             self._parameters[number].grad = torch.zeros_like(self._parameters[number])
 
@@ -208,26 +214,26 @@ class Reducers:
     # --- after a restart of all --------------------------------------------------------------------------------------
 
     def resume(self, orders: Sequence[Order], world_then: int, peers: Peers) -> None:
-        """Begin with the orders of a snapshot, where they fit a module on every rank. `world_then`: the size of the
-        world that made it. All ranks call it; rank 0's orders count."""
+        """Let each module begin with the order that a snapshot has for it, if it fits on every rank. All ranks call
+        this; the orders of rank 0 are used. `world_then`: the size of the world that saved the snapshot."""
         if not world_then == peers.world > ONE_SUM:
             return
-        told = peers.tell(list(orders) if peers.rank == 0 else None)
-        if not told:
+        of_rank_0 = peers.broadcast(list(orders) if peers.rank == 0 else None)
+        if not of_rank_0:
             return
-        same = len(told) == self._within
-        fits = [same and self._can_begin_with(number, order) for number, order in enumerate(told)]
-        for number, said in enumerate(zip(*peers.share(fits), strict=True)):
-            if all(said):
+        same = len(of_rank_0) == self._within
+        fits = [same and self._can_begin_with(number, order) for number, order in enumerate(of_rank_0)]
+        for number, fits_on_ranks in enumerate(zip(*peers.all_gather(fits), strict=True)):
+            if all(fits_on_ranks):
                 wrapper = self._wrappers[number]
-                self._orders[number] = list(told[number])
+                self._orders[number] = list(of_rank_0[number])
                 hooks, builtin = torch_private.comm_hooks(wrapper), torch_private.hook_name(wrapper)
-                torch_private.drop_reducer(wrapper, group=False)  # its process group may be one of the program's
+                torch_private.drop_reducer(wrapper, group=False)  # the process group may be one of the program's own
                 self._build(number, wrapper, hooks, builtin)
 
     def _can_begin_with(self, number: int, order: Order) -> bool:
-        """Whether the module had no backward pass in this process, and has such buckets. Never on a GPU: an ordinary
-        restart must not depend on what was not tried there."""
+        """Whether the module had no backward pass in this process, and has parameters for this order. False on a GPU:
+        an ordinary restart must not depend on something that was not tried there."""
         wrapper = self._wrappers[number]
         return (
             _makes_other_buckets(wrapper)
@@ -268,8 +274,8 @@ def why_not(wrapper: DistributedDataParallel) -> str:
 
 
 def _is_without_state(hook: Any) -> bool:
-    """Whether a communication hook is one of torch's that compute the same in every process. What a function of the
-    program's own keeps (a counter, a random generator, a closure) cannot be seen."""
+    """Whether a communication hook is one of torch's that compute the same in every process. A hook of the program may
+    have a state (a counter, a random generator, a closure), which cannot be seen."""
     if any(hook is each for each in HOOKS_WITHOUT_STATE):
         return True
     if getattr(hook, "__module__", "") != default_hooks.__name__ or hook.__qualname__ not in WRAPPERS_OF_HOOKS:
@@ -278,7 +284,7 @@ def _is_without_state(hook: Any) -> bool:
 
 
 def _makes_other_buckets(wrapper: DistributedDataParallel) -> bool:
-    """After its first backward pass."""
+    """Whether its reducer makes other buckets after the first backward pass."""
     finds = wrapper.find_unused_parameters and not wrapper.static_graph
     return not finds and not torch_private.has_other_reducer(wrapper)
 
@@ -297,7 +303,7 @@ def _name(wrapper: DistributedDataParallel) -> str:
 
 @contextlib.contextmanager
 def _needing_gradients(wrapper: DistributedDataParallel, built: Sequence[nn.Parameter]) -> Iterator[None]:
-    """In this block, the parameters of the module that need gradients are these."""
+    """Let exactly these parameters of the module need gradients in the block."""
     needing = set(built)
     before = [(each, each.requires_grad) for each in wrapper.module.parameters()]
     for each, _ in before:

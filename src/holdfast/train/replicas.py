@@ -1,8 +1,9 @@
 """Compares tensors of several ranks that have to be equal, by a digest of each, and finds values that are not finite.
 
 A digest is one number of 64 bits: the sum of the tensor's words, each multiplied by an odd number that depends on its
-place. It reads memory at about its full bandwidth (10 GB/s with two cores where crc32 has 4), costs one operation per
-large tensor, and is the same number on every device. Equal bits have equal digests; other bits practically never do.
+position. It reads memory at about its full bandwidth (10 GB/s with two cores where crc32 has 4), costs one operation
+per large tensor, and is the same number on every device. Equal bits have equal digests; different bits practically
+never do.
 
 Knows tensors and digests. Knows neither snapshots nor how ranks exchange messages.
 """
@@ -23,22 +24,23 @@ from torch.distributed.tensor import DTensor
 from holdfast.train.torch_private import local_part
 
 BLOCK_WORDS = 1 << 15
-"""Factors, and words in a block: both fit into a core's cache."""
+"""The number of words in a block, and of factors: both fit into a core's cache."""
 PASS_BLOCKS = 1 << 8
-"""Blocks that are multiplied at once where that needs memory for the products."""
+"""The number of blocks that are multiplied at once on a device that needs memory for the products."""
 WORD_BYTES = 8
 SMALL_BYTES_MAX = 1 << 16
+"""A tensor of at most this size is joined with others."""
 JOINED_MAX = 1 << 12
-"""Small tensors that are joined, at most."""
+"""Limit of the small tensors that are joined."""
 
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Tensors that these ranks hold alike."""
+    """Tensors that have to be equal on these ranks."""
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
-    """In the order in which they were tracked."""
+    """The names of the tensors, in the order in which they were tracked."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class ReplicaDifference:
     """Ranks whose replicas are not those of the majority."""
 
     odd: tuple[int, ...]
-    """Empty: there is no majority."""
+    """The ranks that differ from the majority; empty: there is no majority."""
     ranks: tuple[int, ...]
+    """All ranks that were compared."""
 
     def __str__(self) -> str:
         if self.odd:
@@ -60,20 +63,22 @@ class ReplicaDifference:
         return f"ranks {_listed(self.ranks)} differ from one another"
 
 
-def difference(said: Mapping[int, Hashable]) -> ReplicaDifference | None:
-    """How these values by rank differ; None: all are equal."""
-    counts = Counter(said.values())
+def difference(values: Mapping[int, Hashable]) -> ReplicaDifference | None:
+    """The difference between these values, by rank; None: all are equal."""
+    counts = Counter(values.values())
     if len(counts) < 2:
         return None
     (most, votes), *_ = counts.most_common(1)
-    odd = tuple(rank for rank, each in said.items() if each != most) if 2 * votes > len(said) else ()
-    return ReplicaDifference(odd, tuple(said))
+    odd = tuple(rank for rank, each in values.items() if each != most) if 2 * votes > len(values) else ()
+    return ReplicaDifference(odd, tuple(values))
 
 
-def first_difference(said: Mapping[int, Sequence[int]], names: Sequence[str]) -> tuple[str, ReplicaDifference] | None:
-    """The first of these tensors whose digests differ between the ranks, and how; None: none does."""
-    for name, *digests in zip(names, *said.values(), strict=True):
-        found = difference(dict(zip(said, digests, strict=True)))
+def first_difference(
+    digests_by_rank: Mapping[int, Sequence[int]], names: Sequence[str]
+) -> tuple[str, ReplicaDifference] | None:
+    """The first of these tensors whose digests differ between the ranks, and the difference; None: none does."""
+    for name, *digests in zip(names, *digests_by_rank.values(), strict=True):
+        found = difference(dict(zip(digests_by_rank, digests, strict=True)))
         if found is not None:
             return name, found
     return None
@@ -81,17 +86,17 @@ def first_difference(said: Mapping[int, Sequence[int]], names: Sequence[str]) ->
 
 def total(tensors: Sequence[torch.Tensor]) -> str:
     """One digest of all these tensors, or of the parts of them that this process holds."""
-    # Zeros of any shape have the same words.
+    # Types and shapes belong to the digest: zeros of any shape have the same sum.
     shapes = [f"{each.dtype} {tuple(each.shape)}" for each in map(_local, tensors)]
-    told = hashlib.blake2b("\n".join(shapes).encode(), digest_size=16)
+    digest = hashlib.blake2b("\n".join(shapes).encode(), digest_size=16)
     sums = _read(digests_of(tensors))
-    told.update(struct.pack(f"<{len(sums)}q", *sums))
-    return told.hexdigest()
+    digest.update(struct.pack(f"<{len(sums)}q", *sums))
+    return digest.hexdigest()
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Digests of these tensors, one of several small ones together: tensors of one number, each on its device. Waits
-    for no device."""
+    """Digests of these tensors: tensors of one number, each on its device. Several small tensors of a type have one
+    digest together. It waits for no device."""
     with torch.no_grad():
         return [_digest(_words(each)) for each in _joined([_local(each) for each in tensors])]
 
@@ -114,8 +119,8 @@ def first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Large tensors as they are, small ones of a type one after the other in a new one: an operation for each of 20,000
-    would take longer than the reading."""
+    """The large tensors, and new ones in which the small ones of a type are joined: an operation for each of 20,000
+    small tensors would take longer than to read them."""
     small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for each in tensors:
         if each.nbytes > SMALL_BYTES_MAX:
@@ -132,7 +137,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _read(values: Sequence[torch.Tensor]) -> list[Any]:
-    """The values of tensors of one item; waits once for each device."""
+    """The values of tensors of one item. It waits once for each device."""
     found: dict[int, Any] = {}
     by_device: dict[torch.device, list[int]] = {}
     for number, each in enumerate(values):
@@ -146,6 +151,7 @@ def _read(values: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of the tensor that this process has."""
     return local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -154,6 +160,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     rest = flat.nbytes % WORD_BYTES
     if rest or flat.storage_offset() * flat.itemsize % WORD_BYTES or flat.data_ptr() % WORD_BYTES:
+        # torch views only aligned memory of whole words as words: otherwise it is copied, and padded with zeros.
         padded = torch.zeros(flat.nbytes + (WORD_BYTES - rest) % WORD_BYTES, dtype=torch.uint8, device=flat.device)
         padded[: flat.nbytes] = flat.view(torch.uint8)
         flat = padded
@@ -161,14 +168,14 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(words: torch.Tensor) -> torch.Tensor:
-    """A tensor of one number."""
+    """The digest of these words, as a tensor of one number."""
     while words.numel() > 1:
         words = _sums(words)
     return words.sum()
 
 
 def _sums(words: torch.Tensor) -> torch.Tensor:
-    """One number for each block."""
+    """The sums of the multiplied words, one for each block."""
     factors = _factors(words.device)
     whole = words.numel() // BLOCK_WORDS * BLOCK_WORDS
     blocks, rest = words[:whole].view(-1, BLOCK_WORDS), words[whole:]
@@ -183,29 +190,31 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """Odd numbers that look random: with small ones, changes of low bits in two places would often cancel."""
+    """The odd numbers by which the words of a block are multiplied. They look random: with small ones, changes of low
+    bits at two positions would often cancel."""
     state = torch.arange(1, BLOCK_WORDS + 1, dtype=torch.int64) * -7046029254386353131
     state = (state ^ (state >> 30)) * -4658895280553007687
     return ((state ^ (state >> 27)) | 1).to(device)
 
 
 def _has_range(tensor: torch.Tensor) -> bool:
-    """Whether it may have items that are not finite."""
+    """Whether the tensor may have items that are not finite."""
     return tensor.numel() > 0 and bool(tensor.is_floating_point() or tensor.is_complex())
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of one truth value. By least and greatest item: `torch.isfinite` makes a tensor as long, and takes
-    twenty times as long."""
+    """Whether all items are finite, as a tensor of one truth value. The least and the greatest item show it:
+    `torch.isfinite` makes a tensor of the same length, and takes twenty times as long."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.itemsize == 1:  # torch has no order of such small ones
+    if tensor.itemsize == 1:  # torch cannot compare floats of 8 bits
         tensor = tensor.to(torch.float32)
     least, greatest = torch.aminmax(tensor)
     return torch.isfinite(least) & torch.isfinite(greatest)
 
 
 def _listed(ranks: Sequence[int], most: int = 8) -> str:
+    """The ranks for a message: the first `most` of them."""
     named = [str(rank) for rank in ranks[:most]]
     if len(ranks) > most:
         return f"{', '.join(named)} …"

@@ -1,8 +1,8 @@
 """Memory for the states of one rank, taken in the background before it is needed.
 
-Fresh memory costs many times as much as a copy into it, so it must not be taken while training waits for a save: it is
-begun as soon as the model is there, and goes on beside the first step. What an optimizer makes in its first step is
-foreseen from its options; the plan of the first save puts that right.
+Fresh memory costs many times as much as a copy into it, so it must not be taken while training waits for a save. It is
+taken from the moment at which the model exists, and during the first step. The state that an optimizer makes in its
+first step is foreseen from its options; the plan of the first save corrects that.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.train.sharding import local_tensor
 
 PAUSE = 1.0
-"""Pause until the next piece of the other states' memory is taken in the background, in multiples of the processor
-time for one. For the first state there is none: all the time until the first save may be one short step."""
+"""Pause after each piece of memory for all states but the first, in multiples of the processor time that the piece
+took. For the first state there is no pause: the time until the first save may be one short step."""
 
 
 class MemoryReservation:
-    """Memory that is taken in the background, a piece now and then. Who cannot wait for it takes the rest at once.
+    """Memory that is taken in the background, a piece now and then. A caller that needs it takes the rest at once.
 
-    Not by a thread of low priority: on a busy machine that may not run for seconds, and who needs the memory waits."""
+    The thread has ordinary priority: with a low one it might not run for seconds on a busy machine, and a caller that
+    needs the memory would wait for it."""
 
     def __init__(self, pieces: Generator[int, None, None], states: int) -> None:
-        """`pieces`: of `Tier.reserving`; `states`: as many as it has room for."""
+        """`pieces`: `Tier.reserving`, which takes a piece each time. `states`: the number of states for which the tier
+        has room."""
         self._pieces, self.states = pieces, states
         self._turn = threading.Lock()
+        """Held by the thread that takes a piece."""
         self._wanted = threading.Event()
+        """Set when the background thread shall end."""
         self._ready = 0
+        """The number of states that have room."""
         self._error: SnapshotMemoryError | None = None
         self._thread = threading.Thread(target=self._in_background, name="holdfast-reserve", daemon=True)
         self._thread.start()
@@ -49,7 +54,7 @@ class MemoryReservation:
             began_s = time.thread_time()
 
     def _take(self, states: int) -> bool:
-        """One more piece. False: that number of states has room, or never will."""
+        """Take one more piece. Returns False if this number of states has room, or never will."""
         with self._turn:
             if self._ready >= states or self._error is not None:
                 return False
@@ -60,13 +65,13 @@ class MemoryReservation:
             return True
 
     def stop(self) -> None:
-        """Take nothing more."""
+        """Take no more memory."""
         self._wanted.set()
         self._thread.join()
         self._pieces.close()
 
     def finish(self, states: int) -> SnapshotMemoryError | None:
-        """Wait until this number of states has room, or all; returns the error, if there was one."""
+        """Wait until this number of states has room, or all have. Returns the error, if there was one."""
         states = min(states, self.states)
         if states == self.states:
             self._wanted.set()
@@ -77,8 +82,8 @@ class MemoryReservation:
 
 
 def foreseen_bytes(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], ranks: int) -> int:
-    """Bytes of one rank's state after the first step, as far as it is known now. `ranks`: of this node, which share
-    what is not sharded."""
+    """The size of one rank's state after the first step, in bytes, as far as it is known now. `ranks`: the number of
+    ranks of this node, which share the tensors that are not sharded."""
     states = {id(each): each for model in models for each in chain(model.parameters(), model.buffers())}
     more_bytes = 0
     for optimizer in optimizers:
@@ -91,12 +96,13 @@ def foreseen_bytes(models: Sequence[nn.Module], optimizers: Sequence[Optimizer],
 
 
 def _moments(group: Mapping[str, Any]) -> int:
-    """Tensors that the optimizer will keep for each parameter, by its options; 0 for an unknown one."""
+    """The number of tensors that the optimizer will keep for each parameter, by its options; 0: it is unknown."""
     return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 
 def _own_bytes(tensor: torch.Tensor, ranks: int) -> int:
+    """The number of bytes that this rank saves of the tensor."""
     local = local_tensor(tensor)
-    # Also of one that has no bytes: it is refused when it is saved.
+    # Computed, since a tensor without memory has no `nbytes`; such a one is refused when it is saved.
     size_bytes: int = local.numel() * local.element_size()
     return size_bytes if isinstance(tensor, DTensor) else size_bytes // ranks

@@ -1,29 +1,26 @@
 """Resuming: all ranks agree on the newest state that every one of them can load, and load it.
 
-Memory first, when it is at least as new as the disk and every rank finds all that it needs on its own node, or, with
-copies on other nodes, anywhere: then it is fetched. Otherwise
-the newest snapshot on the disk whose bytes are all valid; damaged ones are renamed and reported, suspect ones are left
-out (quarantine.py). Rank 0 decides, the others follow (agreement.py); a failure of one rank is reported to all, so that
-no rank waits for it.
+A state in memory comes first, if it is at least as new as the disk and every rank finds all that it needs on its own
+node, or, with copies on other nodes, on any node, from which it is fetched. Otherwise it is the newest snapshot on the
+disk whose bytes are all valid; damaged ones are renamed and reported, suspect ones are left out (quarantine.py). Rank 0
+decides, the others follow (agreement.py); a failure of one rank is reported to all, so that no rank waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from holdfast.protocol.errors import (
     HoldfastError,
     ShardingError,
     SnapshotDamagedError,
     SnapshotError,
-    SnapshotFolderError,
     SnapshotGoneError,
     StateMismatchError,
 )
@@ -35,13 +32,11 @@ from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.reducers import Order
 from holdfast.train.replicas import first_not_finite
 from holdfast.train.snapshots import folder as folders
-from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.copy_service import State, is_copy
-from holdfast.train.snapshots.flush import rescue_attempt
 from holdfast.train.snapshots.folder import RankFile, Survey
 from holdfast.train.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
-from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
-from holdfast.train.snapshots.remote import LOOK_S, Place, RemotePath, place_of
+from holdfast.train.snapshots.lease import FOLDER_ID
+from holdfast.train.snapshots.remote import STORE_POLL_S, Location, RemotePath, location_of
 from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.snapshots.slots import Slot
 from holdfast.train.state import Restored, Tracker
@@ -49,13 +44,14 @@ from holdfast.train.tracked import Choice, Compared, Fit, Targets, together, tra
 
 _T = TypeVar("_T")
 
-STANDSTILL_S = 2.0
-"""The writer of an unfinished save that has not changed for this long is assumed dead."""
-REMOTE_STANDSTILL_S = 5.0
-"""The same in an object store: this node's uploads are over then, and what is left is a commit of small objects."""
+UNCHANGED_S = 2.0
+"""The writer of an unfinished save that has not changed for this long counts as dead."""
+REMOTE_UNCHANGED_S = 5.0
+"""The same in an object store: this node's uploads are over then, and only small objects of a commit can be missing."""
 AT_WORK_S_MAX = 300.0
-"""Except when its writer is seen at work; at most this long, and less than the other ranks wait for us."""
-LOOK_AGAIN_S = 0.02
+"""Limit of the wait for a writer of this machine that is seen at work; less than the other ranks wait for this one."""
+POLL_S = 0.02
+"""Pause between two looks into a snapshot folder on a file system (s)."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +60,17 @@ class Resumed:
 
     step: int
     source: Literal["memory", "disk", "survivors"]
-    """`survivors`: this process replaces a lost one, and has the state of ranks that went on (`ht.survive`)."""
+    """The origin of the state. `survivors`: this process replaces a lost one, and has the state of ranks that went on
+    (`ht.survive`)."""
     world_then: int
-    """Ranks of the job that saved it."""
+    """The number of ranks of the job that saved it."""
     skipped: tuple[str, ...] = ()
-    """Newer snapshots that were found damaged or are suspect, and why."""
+    """Newer snapshots that were found damaged or are suspect, with the reasons."""
     notes: tuple[str, ...] = ()
-    """What was not restored as it was saved, because `strict=False` or `optional=` allowed it."""
+    """Parts that were not restored as they were saved, because `strict=False` or `optional=` allowed it."""
 
 
-Held = dict[int, Slot]
+NodeSlots = dict[int, Slot]
 """A state in memory, as this node has it: the slots by rank, those of its own ranks first."""
 
 
@@ -81,7 +78,7 @@ Held = dict[int, Slot]
 class Resumer:
     """One call of resume(), on one rank."""
 
-    path: Place
+    path: Location
     tracker: Tracker
     peers: Peers
     tier: Tier
@@ -90,38 +87,41 @@ class Resumer:
     choice: Choice = field(default_factory=Choice)
     copies: Copies | None = None
     folder_id: str = ""
-    """States in memory of another folder, which had this name before, are left out."""
+    """The identity of the folder: states in memory of another folder, which had its name before, are left out."""
     life: str = ""
-    """A random word, the same on all ranks: notes of this life carry it."""
+    """A random word, the same on all ranks, which identifies this life in its notes."""
     origin: Key | None = None
-    """What was loaded; a state in memory has the number of the attempt as which the saver would write it."""
+    """The key of the loaded state; one in memory has the number of the attempt as which the saver would write it."""
     adopted: Saved | None = None
-    """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
+    """The loaded state in memory: its `copies_to_make` have to be made before any rank stages a new one. None: the
+    state was not in memory."""
     skipped: list[str] = field(default_factory=list)
+    """Newer states that were not loaded, with the reasons."""
     _orders: list[Order] = field(default_factory=list)
-    """Of the gradients, in the state that was loaded."""
+    """The order of the gradients of each DDP module, in the state that was loaded."""
     _state: State | None = None
-    """In memory, from which training goes on."""
+    """The identity of the state in memory from which training goes on; None: the state was not in memory."""
     _compared: dict[tuple[Any, ...], tuple[Saved, Compared]] = field(default_factory=dict)
-    """By the slots."""
+    """States that were compared with the tracked objects, by their slots."""
     _misfit: StateMismatchError | None = None
-    """Of a state in memory."""
+    """The error of a state in memory that does not fit the tracked objects."""
     _must_be_finite: bool = False
-    """The disk has a state whose values are finite. Nobody has looked at those of the state that is being loaded, which
-    is in memory, or was written from there after a crash: if they are not, it is passed over."""
+    """Whether the disk has a state whose values are finite. The state that is being loaded was not checked for that: it
+    is in memory, or was written from there after a crash. If its values are not finite, it is passed over."""
     _passed_over: set[Key] = field(default_factory=set)
-    """Rank 0's: snapshots that are known to have values that are not finite, and were reported."""
+    """Snapshots that are known to have values that are not finite, and were reported; on rank 0."""
     _judged: Judged | None = None
-    """Rank 0's."""
+    """The judgement of earlier lives; on rank 0."""
     _suspects: list[tuple[int, str]] = field(default_factory=list)
-    """Steps, and why."""
+    """Steps of suspect states, with the reasons."""
 
     def run(self) -> Resumed | None:
-        """None: there is nothing to go on from. All ranks return the same, or all raise. SystemExit for want of
-        progress."""
+        """Load a state; None: there is nothing from which to go on. All ranks return the same, or all raise. Raises
+        SystemExit for lack of progress."""
         resumed = self._from_memory() or self._from_disk()
         if resumed is None and self._misfit is not None:
-            raise self._misfit  # a beginning from zero would lose that state
+            raise self._misfit  # to begin from zero would lose that state
+
         if self._judged is not None:
             self._judged.begin(self.path, self.life, self.origin)
         if resumed is not None:
@@ -136,16 +136,18 @@ class Resumer:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _from_memory(self) -> Resumed | None:
+        """Load a state in memory; None: there is none that every rank can load."""
         held = self._held_states()
         mine = [[state, next(iter(slots.values())).world, list(slots)] for state, slots in held.items()]
-        # Nobody fetches from a node that has nothing: a newcomer does not wait for its saver, which just starts.
-        said = self.peers.gather([mine, self.copies.report().address if mine and self.copies is not None else []])
-        word = self.peers.tell(self._first_word(said, held) if said else None)
-        if word["over"]:
-            end_without_progress(word["over"])
-        self.life, self._suspects = word["life"], [(step, why) for step, why in word["suspects"]]
-        self._must_be_finite = word["must_be_finite"]
-        for step, attempt, save, world, where in word["offers"]:
+        # A node without states has no address here: a newcomer must not wait for its saver, which just starts.
+        reports = self.peers.gather([mine, self.copies.report().address if mine and self.copies is not None else []])
+        answer = self.peers.broadcast(self._offer_states(reports, held) if reports else None)
+        if answer["over"]:
+            end_without_progress(answer["over"])
+
+        self.life, self._suspects = answer["life"], [(step, why) for step, why in answer["suspects"]]
+        self._must_be_finite = answer["must_be_finite"]
+        for step, attempt, save, world, where in answer["offers"]:
             state = (step, attempt, save)
             sources = Sources(world, {owner: (host, port) for owner, host, port in where})
             resumed = self._from_slots(step, self._gathered(state, held.get(state, {}), sources))
@@ -157,8 +159,9 @@ class Resumer:
                 return resumed
         return None
 
-    def _held_states(self) -> dict[State, Held]:
-        held: dict[State, Held] = {}
+    def _held_states(self) -> dict[State, NodeSlots]:
+        """The states of this folder in this node's memory."""
+        held: dict[State, NodeSlots] = {}
         for each in self.tier.held(str(self.path)):
             assert each.request is not None
             if each.request.note.get(FOLDER_ID) != self.folder_id:
@@ -166,31 +169,36 @@ class Resumer:
             held.setdefault(each.request.identity, {}).setdefault(each.rank, each)
         return held
 
-    def _gathered(self, state: State, held: Held, sources: Sources) -> list[Slot]:
-        """What this rank loads the state from: its node's own slots, also copies, or what other nodes have as well."""
+    def _gathered(self, state: State, held: NodeSlots, sources: Sources) -> list[Slot]:
+        """The slots from which this rank loads the state: its node's own ones; if some rank lacks a part, also copies
+        for other nodes; and if some rank still lacks one, also what is fetched from other nodes."""
         if self.copies is None or not sources.is_complete:
             return list(held.values())
+
         own = {rank: slot for rank, slot in held.items() if slot.path is not None and not is_copy(slot.path)}
         lacks = True
         for use in (own, held):
             lacks = lacks and self._lacks(use, sources)
-            if not any(self.peers.share(lacks)):
+            if not any(self.peers.all_gather(lacks)):
                 return self._enough(own, held, sources)
+
+        # In a world of the same size a rank needs its own state at first, and others only if that lacks a part.
         for everything in (False, True) if sources.world == self.peers.world else (True,):
             wanted = sources.missing(list(held), self.peers, self.copies.node, lacks=lacks, everything=everything)
             failed = self.copies.bring(str(self.path), state, wanted, sources.where, own=not everything)
             self.skipped += [f"step {state[0]} in memory: {failed}"] if failed else []
-            self.peers.share(None)  # the other ranks of this node have fetched theirs
+            self.peers.all_gather(None)  # wait until the other ranks of this node have fetched theirs
             held = self._held_states().get(state, held)
             lacks = lacks and self._lacks(held, sources)
-            if not any(self.peers.share(lacks)):
+            if not any(self.peers.all_gather(lacks)):
                 break
         return self._enough(own, held, sources)
 
-    def _enough(self, own: Held, held: Held, sources: Sources) -> list[Slot]:
+    def _enough(self, own: NodeSlots, held: NodeSlots, sources: Sources) -> list[Slot]:
+        """The node's own slots, if these are enough for this rank; else all."""
         return list((held if self._lacks(own, sources) else own).values())
 
-    def _lacks(self, held: Held, sources: Sources) -> bool:
+    def _lacks(self, held: NodeSlots, sources: Sources) -> bool:
         """Whether this rank needs more than these slots."""
         if not held or (sources.world == self.peers.world and self.peers.rank not in held):
             return True
@@ -199,42 +207,43 @@ class Resumer:
         except (ShardingError, SnapshotDamagedError):
             return True
 
-    def _first_word(self, said: list[Any], held: dict[State, Held]) -> dict[str, Any]:
-        """Rank 0: what is suspect, and which states in memory to try."""
+    def _offer_states(self, reports: list[Any], held: dict[State, NodeSlots]) -> dict[str, Any]:
+        """Rank 0's answer to the ranks' reports of their states: what is suspect, and the states in memory to try."""
         life = os.urandom(8).hex()
-        word: dict[str, Any] = {"over": "", "life": life, "suspects": [], "offers": [], "must_be_finite": False}
+        answer: dict[str, Any] = {"over": "", "life": life, "suspects": [], "offers": [], "must_be_finite": False}
         found_at: dict[State, Sources] = {}
-        for theirs, address in said:
+        for theirs, address in reports:
             for (step, attempt, save), world, owners in theirs:
                 where = found_at.setdefault((step, attempt, save), Sources(world, {})).where
                 for owner in owners if address and address[1] else ():
                     where.setdefault(owner, tuple(address))
-        offers = [{(step, attempt, save) for (step, attempt, save), _, _ in theirs} for theirs, _ in said]
+        offers = [{(step, attempt, save) for (step, attempt, save), _, _ in theirs} for theirs, _ in reports]
+
         try:
             self._judged = judged(self.path, self.patience, (Key(each[0], each[1]) for each in set().union(*offers)))
             found = folders.survey(self.path)
         except SnapshotError:
-            return word  # the disk is looked at next, and says it then
+            return answer  # `_from_disk` comes next, and raises the same error
         suspects = self._judged.suspects
-        word |= {
+        answer |= {
             "over": self._judged.over,
             "suspects": [(key.step, f"{key.name} is suspect: {why}") for key, why in suspects.items()],
         }
         common = set.intersection(*offers) | {state for state, sources in found_at.items() if sources.is_complete}
         chosen = [(state, found_at[state]) for state in self._choose(common, held, found)]
-        as_told = [
+        packed = [
             (*state, each.world, [(owner, *address) for owner, address in each.where.items()]) for state, each in chosen
         ]
         on_disk = any(each.manifest.finite for each in found.committed)
-        return {**word, "offers": as_told, "must_be_finite": on_disk}
+        return {**answer, "offers": packed, "must_be_finite": on_disk}
 
-    def _choose(self, common: set[State], held: dict[State, Held], found: Survey) -> list[State]:
-        """Rank 0: what every rank has something of, or can fetch, newest first, and is not suspect or older than the
-        disk."""
+    def _choose(self, common: set[State], held: dict[State, NodeSlots], found: Survey) -> list[State]:
+        """The states to try, the newest first: `common` are those of which every rank has a part, or can fetch it. None
+        of the result is suspect or older than the disk. Rank 0 calls it."""
         assert self._judged is not None
         good = {each for each in common if Key(each[0], each[1]) not in self._judged.suspects}
         if good or found.committed or found.suspects:
-            common = good  # else a suspect state is better than none
+            common = good  # if there is nothing else at all, a suspect state is better than none
         newest_step = -1 if found.preferred is None else found.preferred.step
 
         def age(offer: State) -> tuple[int, int]:
@@ -244,13 +253,14 @@ class Resumer:
         return sorted((offer for offer in common if offer[0] >= newest_step), key=age, reverse=True)
 
     def _from_slots(self, step: int, held: list[Slot]) -> Resumed | None:
-        """None when not every rank finds all that it needs, or something is damaged."""
+        """Load the state of this step from these slots; None: not every rank finds all that it needs, or something is
+        damaged."""
         compared = self._on_all(lambda: self._compare_held(held))
         if compared is None:
             return None
         saved, findings = compared
-        if any(self.peers.share(bool(findings.missing))):
-            return None  # on another node, or not saved at all: the disk knows
+        if any(self.peers.all_gather(bool(findings.missing))):
+            return None  # it is on another node, or was not saved at all: a snapshot on the disk shows that
         try:
             fit = together(self.peers, findings, self.choice)
         except StateMismatchError as error:
@@ -259,7 +269,7 @@ class Resumer:
         found = self._on_all(lambda: self._prepare(saved, fit))
         if found is None:
             return None
-        name, loaded = self._look_at(*found) if self._must_be_finite else ("", False)
+        name, loaded = self._load_and_examine(*found) if self._must_be_finite else ("", False)
         if name:
             self._pass_over(f"step {step} in memory: {name} has values that are not finite")
             return None
@@ -271,75 +281,81 @@ class Resumer:
         return self._resumed(step, "memory", restored, fit)
 
     def _compare_held(self, held: list[Slot]) -> tuple[Saved, Compared]:
-        """Once for the same slots: the other ranks wait for it."""
-        which = tuple((slot.path, slot.sequence, slot.unix_s) for slot in held)
-        if which not in self._compared:
+        """The state in these slots, compared with the tracked objects. That is done once: the other ranks wait for
+        it."""
+        identity = tuple((slot.path, slot.sequence, slot.unix_s) for slot in held)
+        if identity not in self._compared:
             saved = Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
-            self._compared[which] = self._compare(saved)
-        return self._compared[which]
+            self._compared[identity] = self._compare(saved)
+        return self._compared[identity]
 
     def _pass_over(self, what: str) -> None:
-        """All ranks do; say it once."""
+        """Note that a state is passed over; all ranks call this. Rank 0 warns of it."""
         self.skipped.append(what)
         if self.peers.rank == 0:
             warnings.warn(f"holdfast: passed over: {what}", RuntimeWarning, stacklevel=5)
 
     def _on_all(self, work: Callable[[], _T]) -> _T | None:
-        """None when it failed on some rank: pieces are on another node, or torn, or do not fit what is tracked."""
+        """Do the work; all ranks do. Returns its result; None: on some rank a part is on another node, or damaged. If
+        it raises anything else on one rank, all raise."""
         result: _T | None = None
         mine: Exception | None = None
-        word = ""
+        problem = ""
         try:
             result = work()
         except (ShardingError, SnapshotDamagedError):
-            word = "not here"
+            problem = "not here"
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks must not wait for us
-            mine, word = error, f"{type(error).__name__}: {error}"
-        said = self.peers.share([word, mine is not None])
+            mine, problem = error, f"{type(error).__name__}: {error}"
+        answers = self.peers.all_gather([problem, mine is not None])
         if mine is not None:
             raise mine
-        self._raise_for(said)
-        return None if any(text for text, _ in said) else result
+        self._raise_for(answers)
+        return None if any(text for text, _ in answers) else result
 
-    def _raise_for(self, said: list[Any]) -> None:
-        for rank, (text, is_error) in enumerate(said):
+    def _raise_for(self, answers: list[Any]) -> None:
+        """Raise the error of another rank, if there is one."""
+        for rank, (text, is_error) in enumerate(answers):
             if is_error:
                 raise SnapshotError(f"rank {rank} could not resume: {text}")
 
     # --- the disk -----------------------------------------------------------------------------------------------------
 
     def _from_disk(self) -> Resumed | None:
+        """Load a snapshot; None: the folder has none."""
         self._together(self._await_previous_worker)
-        passed: set[Key] = set()
+        passed: set[Key] = set()  # snapshots that were tried; used on rank 0
         while True:
-            word = self.peers.tell(self._next_on_disk(passed) if self.peers.rank == 0 else None)
-            self.skipped = list(word.get("skipped", self.skipped))
-            if "error" in word:
-                raise word["error"] if isinstance(word["error"], HoldfastError) else SnapshotError(word["error"])
-            if not word["path"]:
+            chosen = self.peers.broadcast(self._next_on_disk(passed) if self.peers.rank == 0 else None)
+            self.skipped = list(chosen.get("skipped", self.skipped))
+            if "error" in chosen:
+                raise chosen["error"] if isinstance(chosen["error"], HoldfastError) else SnapshotError(chosen["error"])
+            if not chosen["path"]:
                 self._clear()
                 return None
-            path = place_of(word["path"])
+
+            path = location_of(chosen["path"])
             _, damage = self._together(lambda path=path: self._check(path))  # type: ignore[misc]
             resumed = None
             if not damage:
-                self._must_be_finite = word["must_be_finite"]
-                resumed, damage = self._from_folder(word["step"], path)
-            if resumed is None and not damage:
+                self._must_be_finite = chosen["must_be_finite"]
+                resumed, damage = self._from_folder(chosen["step"], path)
+            if resumed is None and not damage:  # its values are not finite
                 if self.peers.rank == 0:
-                    passed.add(Key(word["step"], word["attempt"]))
+                    passed.add(Key(chosen["step"], chosen["attempt"]))
                 continue
             if resumed is not None:
                 self._clear()
-                self.origin = Key(word["step"], word["attempt"])
+                self.origin = Key(chosen["step"], chosen["attempt"])
                 return resumed
+
             self.skipped.append(f"{path.name}: {damage}")
             if self.peers.rank == 0:
-                passed.add(Key(word["step"], word["attempt"]))
+                passed.add(Key(chosen["step"], chosen["attempt"]))
                 folders.quarantine(path, damage)
 
     def _next_on_disk(self, passed: set[Key]) -> dict[str, Any]:
-        """Rank 0: what to try now."""
+        """The snapshot that all ranks try next: its path, empty if there is none; or an error. Rank 0 calls it."""
         try:
             found = folders.survey(self.path)
             for problem in found.problems:
@@ -368,42 +384,45 @@ class Resumer:
         }
 
     def _await_previous_worker(self) -> None:
-        """Wait for saves of the previous workers, which may become the newest: the node's saver knows, or the folder
-        changes."""
+        """Wait for saves of the previous workers, which may become the newest snapshot. The node's saver knows of its
+        own ones; others show by changes in the folder, for which rank 0 waits."""
         self.tier.await_previous_worker()
         if self.peers.rank:
             return
-        before: set[tuple[Place, int]] = set()
+
+        before: set[tuple[Location, int]] = set()
         give_up = time.monotonic() + AT_WORK_S_MAX
         remote = isinstance(self.path, RemotePath)
-        standstill_s = REMOTE_STANDSTILL_S if remote else STANDSTILL_S
-        deadline = time.monotonic() + standstill_s
+        unchanged_s = REMOTE_UNCHANGED_S if remote else UNCHANGED_S
+        deadline = time.monotonic() + unchanged_s
         while now := _unfinished(folders.survey(self.path)):
             if now != before:
-                before, deadline = now, time.monotonic() + standstill_s
+                before, deadline = now, time.monotonic() + unchanged_s
             elif time.monotonic() > deadline:
-                # A slow disk moves nothing for longer; a process of this machine that is at it can be seen.
+                # A slow disk may show no change for longer, but a process of this machine can be seen to write.
                 if time.monotonic() > give_up or not any(folders.is_being_written(path) for path, _ in now):
                     break
-                deadline = time.monotonic() + standstill_s
-            time.sleep(LOOK_S if remote else LOOK_AGAIN_S)
+                deadline = time.monotonic() + unchanged_s
+            time.sleep(STORE_POLL_S if remote else POLL_S)
 
     def _clear(self) -> None:
-        """What saves without an end have left; not before it was counted as what was saved here."""
+        """Delete the remains of saves that have not ended. This comes last: until a snapshot was chosen they show that
+        something was saved here."""
         if self.peers.rank == 0:
             with contextlib.suppress(SnapshotError):
                 folders.clear_debris(folders.survey(self.path))
 
-    def _check(self, path: Place) -> int:
-        """This rank's share of reading every byte."""
+    def _check(self, path: Location) -> int:
+        """Read and check this rank's share of the snapshot's files: together the ranks read every byte."""
         snapshot = folders.inspect(path)
         for rank in range(self.peers.rank, snapshot.manifest.world, self.peers.world):
             with RankFile(snapshot, rank) as file:
                 file.check()
         return 0
 
-    def _from_folder(self, step: int, path: Place) -> tuple[Resumed | None, str]:
-        """None and why, when the snapshot is damaged; None alone: it is whole, and has values that are not finite."""
+    def _from_folder(self, step: int, path: Location) -> tuple[Resumed | None, str]:
+        """Load this snapshot. Returns None and the damage, if it is damaged; None and an empty text, if it has values
+        that are not finite."""
         with contextlib.ExitStack() as files:
             compared, damage = self._together(lambda: self._compare(files.enter_context(opened(folders.inspect(path)))))
             if damage:
@@ -413,7 +432,7 @@ class Resumer:
             found, damage = self._together(lambda: self._prepare(saved, fit))
             if damage:
                 return None, damage
-            name, loaded = self._look_at(*found) if self._must_be_finite else ("", False)
+            name, loaded = self._load_and_examine(*found) if self._must_be_finite else ("", False)
             if name:
                 self._pass_over(f"{path.name}: {name} has values that are not finite")
                 return None, ""
@@ -423,21 +442,23 @@ class Resumer:
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def _compare(self, saved: Saved) -> tuple[Saved, Compared]:
+        """The saved state, and how it fits the tracked objects."""
         return saved, self.tracker.compare(saved, self.peers.rank, self.choice, self.peers.world)
 
     def _prepare(self, saved: Saved, fit: Fit) -> tuple[ReadPlan, Targets]:
+        """The plan to read the state, and the tensors that it fills."""
         targets = self.tracker.targets(saved, self.peers.rank, fit)
         return saved.prepare(targets.fill), targets
 
-    def _look_at(self, prepared: ReadPlan, targets: Targets) -> tuple[str, bool]:
-        """Load it, and look for values that are not finite: name of such a tensor of any rank, and whether this rank
-        has loaded it. If it could not, `_restore` reports why. All ranks call it."""
+    def _load_and_examine(self, prepared: ReadPlan, targets: Targets) -> tuple[str, bool]:
+        """Load the state, and look for values that are not finite; all ranks call this. Returns the name of such a
+        tensor of any rank, and whether this rank has loaded the state. If it could not, `_restore` reports why."""
         name, loaded = "", False
         with contextlib.suppress(Exception):
             prepared.load()
             loaded = True
             name = first_not_finite(trained(targets.all(), targets.roles))
-        return next(filter(None, self.peers.share(name)), ""), loaded
+        return next(filter(None, self.peers.all_gather(name)), ""), loaded
 
     def _restore(self, prepared: ReadPlan, targets: Targets, fit: Fit, *, loaded: bool = False) -> Restored:
         if not loaded:
@@ -445,47 +466,51 @@ class Resumer:
         return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, targets.all(), fit)
 
     def _resumed(self, step: int, source: Literal["memory", "disk"], restored: Restored, fit: Fit) -> Resumed:
-        """An optional object that refused its state on some rank keeps its initial state on all."""
+        """The result of a resume. If an optional object refused its state on some rank, it gets its initial state back
+        on all."""
         self._orders = restored.orders
         if restored.seed:
-            # In memory a rank may see the states of some ranks alone: all have to use the same.
-            said = self.peers.share([restored.seed, restored.equal])
-            known = [set(equal) for _, equal in said if equal is not None]
+            # From memory a rank may have read the states of only some ranks: all have to use the same seed.
+            answers = self.peers.all_gather([restored.seed, restored.equal])
+            known = [set(equal) for _, equal in answers if equal is not None]
             equal = set.intersection(*known) if known else set()
-            seed_random(said[0][0].encode(), self.peers.rank, self.peers.world, equal)
+            seed_random(answers[0][0].encode(), self.peers.rank, self.peers.world, equal)
+
         refused: dict[str, str] = {}
-        for each in self.peers.share(restored.refused) if fit.optional else ():
+        for each in self.peers.all_gather(restored.refused) if fit.optional else ():
             refused = {**each, **refused}
         for name in sorted(refused):
             self.tracker.put_back(name, restored)
+
         notes = (*fit.notes, *(f"{name} is not restored: {why}" for name, why in sorted(refused.items())))
         skipped = (*self.skipped, *(why for then, why in self._suspects if then >= step))
         return Resumed(step, source, restored.world_then, skipped, notes)
 
     def _together(self, work: Callable[[], _T]) -> tuple[_T, str]:
-        """All ranks do it. Returns its result and no text, or a text when the snapshot is at fault; else all raise."""
+        """Do the work; all ranks do. Returns its result, and the damage of the snapshot that some rank has found;
+        empty: none. If it raises anything else on one rank, all raise."""
         mine: Exception | None = None
         result: Any = None
-        word: dict[str, str] = {}
+        answer: dict[str, str] = {}
         try:
             result = work()
         except (SnapshotDamagedError, SnapshotGoneError) as error:
-            word = {"damage": str(error)}
+            answer = {"damage": str(error)}
         except HoldfastError as error:
-            mine, word = error, {"error": str(error)}
+            mine, answer = error, {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks must not wait for us
-            mine, word = error, {"error": f"{type(error).__name__}: {error}"}
-        said = self.peers.share(word)
+            mine, answer = error, {"error": f"{type(error).__name__}: {error}"}
+        answers = self.peers.all_gather(answer)
         if mine is not None:
             raise mine
-        self._raise_for([(each.get("error"), "error" in each) for each in said])
-        return result, next((each["damage"] for each in said if "damage" in each), "")
+        self._raise_for([(each.get("error"), "error" in each) for each in answers])
+        return result, next((each["damage"] for each in answers if "damage" in each), "")
 
 
-def _unfinished(found: Survey) -> set[tuple[Place, int]]:
-    """What there is of attempts that would be newer than anything committed: names and sizes."""
+def _unfinished(found: Survey) -> set[tuple[Location, int]]:
+    """Names and sizes in the attempts that would be newer than any committed snapshot."""
     newest = found.newest_valid
-    files: set[tuple[Place, int]] = set()
+    files: set[tuple[Location, int]] = set()
     for path in found.debris:
         named = parse_name(path.name)
         if named is None or named.kind is FolderKind.GONE or (newest is not None and named.key < newest.key):
@@ -498,64 +523,3 @@ def _unfinished(found: Survey) -> set[tuple[Place, int]]:
             files.add((path, 0))
             files |= {(each, each.stat().st_size) for each in path.iterdir()}
     return files
-
-
-class TakenFolder(NamedTuple):
-    """The snapshot folder of one life of the job."""
-
-    lease: FolderLease | None
-    """Rank 0's."""
-    number: int
-    """The lease's, for all ranks."""
-    rescue: int
-    """The attempt as which the saver writes what only memory has."""
-    secret: str
-    """For all ranks."""
-    folder_id: str
-    """See LeaseOwner."""
-
-
-def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int = 0) -> TakenFolder:
-    """Rank 0 takes the folder for this job, unless it has its `lease`. `lost`: see leases.acquire. SnapshotError."""
-    word: dict[str, Any] = {}
-    failure: HoldfastError | None = None
-    before = lease
-    if peers.rank == 0:
-        try:
-            run_id, job_uid = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("HOLDFAST_JOB_UID", "")
-            lease = lease or leases.acquire(path, run_id, lost=lost, job_uid=job_uid)
-            word = {"number": lease.number, "line": lease.line, "rescue": rescue_attempt()}
-            word |= {"secret": secrets.token_hex(32), "folder_id": lease.folder_id}
-        except HoldfastError as error:
-            failure, word = error, {"error": str(error)}
-    try:
-        word = peers.tell(word)
-    except BaseException:  # also of an interruption: the caller does not learn of a new one
-        if lease is not None and lease is not before:
-            lease.release()
-        raise
-    if failure is not None:
-        raise failure
-    if "error" in word:
-        raise SnapshotError(f"rank 0: {word['error']}")
-    try:
-        _see_one_folder(path, peers, word)
-    except BaseException:
-        if lease is not None and lease is not before:
-            lease.release()
-        raise
-    return TakenFolder(lease, int(word["number"]), int(word["rescue"]), str(word["secret"]), str(word["folder_id"]))
-
-
-def _see_one_folder(path: Place, peers: Peers, word: dict[str, Any]) -> None:
-    """All ranks see the lease that rank 0 has taken, or all raise SnapshotFolderError. In an object store all do."""
-    if isinstance(path, RemotePath) or peers.world == 1:
-        return
-    seen = peers.rank == 0 or leases.is_seen(path, word["number"], word["line"], leases.SEEN_S)
-    blind = [(rank, host) for rank, (sees, host) in enumerate(peers.share([seen, os.uname().nodename])) if not sees]
-    if blind:
-        ranks = ", ".join(f"{rank} on {host}" for rank, host in blind[:4]) + (" …" if len(blind) > 4 else "")
-        raise SnapshotFolderError(
-            f"{path} is not one folder for all ranks: what rank 0 writes there, rank {ranks} cannot see\n"
-            "the snapshot folder has to be on a disk that all nodes share, or in an object store"
-        )

@@ -1,6 +1,8 @@
-"""One save: plan if needed, copy into the tier's memory, exchange a message with rank 0, hand over.
+"""One save: all ranks plan it if needed, copy their state into the tier's memory, exchange a message with rank 0, and
+hand the copy over to the tier.
 
-The copy is made before the ranks exchange messages, so that they wait for each other only afterwards.
+The copy is made before the ranks exchange messages, so that they wait for each other only afterwards. In a round each
+rank reports how the copy went, and rank 0 decides what is done next (`SaveDecision`). A save has one round, or a few.
 """
 
 from __future__ import annotations
@@ -32,77 +34,122 @@ from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.copies import Copies
 from holdfast.train.reading import Saved
 from holdfast.train.reservation import MemoryReservation, foreseen_bytes
-from holdfast.train.sharding import TEXT, Layout, Places
+from holdfast.train.sharding import TEXT, EntryViews, Layout
 from holdfast.train.snapshots import changes, disk
 from holdfast.train.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.train.snapshots.layout import FINITE
-from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
+from holdfast.train.snapshots.lease import FOLDER_ID
 from holdfast.train.snapshots.read_back import READ_BACK
-from holdfast.train.snapshots.remote import Place, RemotePath
+from holdfast.train.snapshots.remote import Location, RemotePath
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
 from holdfast.train.snapshots.saver_connection import STALL
 from holdfast.train.state import Collected, Tracker
+from holdfast.train.taken_folder import TakenFolder
 
+ROUNDS_MAX = 4
+"""Limit of the rounds of one save: a state that has another shape in each is an error."""
 TEXT_ROOM = 1.25
 """The text's entry is this much larger than the text, whose length changes from save to save."""
 TEXT_BLOCK_BYTES = 4096
 FAILED_AT_THE_END = "failed at the end"
+"""Name under which a rank posts the error of its last save (`Peers.post`)."""
 CAUSE_S = 2.0
 """A rank whose last save is incomplete waits this long for the rank that knows why."""
 POSTPONED_MAX = 10
-"""A save is postponed so often while gradients are pending on some ranks and not on others. After that it is made."""
+"""A save is postponed at most this often while gradients are pending on some ranks and not on others. After that it is
+made."""
 ATTEMPTS_PER_LEASE = 1000
-"""Saves of one step by one life of a job."""
+"""Limit of the saves of one step by one life of a job, in an object store."""
 
 
 @dataclass(frozen=True)
-class Done:
+class SaveResult:
     """The result of a save."""
 
     durable: bool
-    """It goes to the disk; otherwise it is in memory alone."""
+    """Whether it goes to the disk; False: it is in memory alone."""
     failure: str = ""
-    """Why this one, which was to go to the disk, or the newest that did, is not there."""
-    look_at: int = 0
-    """Rank 0's word: when to ask again whether it is time; 0: it said nothing of it."""
+    """The reason why this save, which was to go to the disk, or the newest that did, is not there; empty: none."""
+    ask_at: int = 0
+    """The step at which rank 0 is asked again whether a save is due; 0: as before."""
     postponed: bool = False
-    """Nothing is saved, since gradients are pending on some rank."""
+    """Whether nothing is saved, since gradients are pending on some rank."""
 
 
 class Staged(Enum):
-    """What became of a rank's copy into the tier's memory."""
+    """The result of a rank's copy into the tier's memory."""
 
     STAGED = "staged"
     UNPLANNED = "unplanned"
     """The state has another shape than the plan."""
     NO_ROOM = "no room"
-    """Both slots are being written: the next copy is made."""
+    """Both slots are being written: there is no copy of this state."""
     FAILED = "failed"
     PENDING = "pending"
-    """Gradients are: no copy is made."""
+    """Gradients are pending: no copy is made."""
 
 
-class _Said(NamedTuple):
-    """By one rank, in a round."""
+class SaveDecision(Enum):
+    """Rank 0's decision in a round, for all ranks."""
+
+    KEEP = "keep"
+    """The state stays in memory, as far as there was room."""
+    PERSIST = "persist"
+    """The state goes to the disk."""
+    PLAN = "plan"
+    """All ranks make a plan; another round follows."""
+    EXAMINE = "examine"
+    """All ranks examine their tensors, since the state goes to the disk; another round follows."""
+    SAVE_NOW = "save now"
+    """The save was postponed too often: another round follows, as if no gradients were pending."""
+    POSTPONE = "postpone"
+    """Nothing is saved now."""
+    DIFFER = "differ"
+    """Replicas differ: all ranks raise."""
+    FAIL = "fail"
+    """All ranks raise."""
+
+
+REPEATS = (SaveDecision.PLAN, SaveDecision.EXAMINE, SaveDecision.SAVE_NOW)
+"""Decisions after which another round follows."""
+
+
+class _SaveReport(NamedTuple):
+    """The report of one rank in a round."""
 
     staged: Staged
     failure: str
+    """The error, if it is `Staged.FAILED`."""
     metrics: dict[str, float]
     step: int
-    troubles: list[list[str]]
+    errors: list[list[str]]
+    """Code and text of the errors in the background since the last report."""
     copies: list[Any] | None
-    looked: list[Any] | None
-    """Packed `TensorFindings`; None: it was not looked at the tensors, because nothing is to go to the disk."""
+    """Packed `CopyReport`; None: other nodes get no copies."""
+    findings: list[Any] | None
+    """Packed `TensorFindings`; None: the tensors were not examined, because nothing is to go to the disk."""
 
 
 class TensorFindings(NamedTuple):
-    """One rank's look at the tensors of a state that goes to the disk."""
+    """The result of one rank's examination of the tensors of a state that goes to the disk."""
 
     replicas: list[list[Any]]
-    """Ranks that hold the same tensors as this one, and its digest of these."""
+    """Groups of ranks that have the same tensors as this one, each with this rank's digest of these."""
     not_finite: str
     """Name of a trained tensor with a value that is not finite; empty: there is none."""
+
+
+@dataclass(frozen=True)
+class SaveRules:
+    """The rules for the saves of a job; equal on all ranks."""
+
+    failed_saves_max: int
+    """The number of failed saves in a row after which all ranks raise."""
+    replicas_differ: bool = False
+    """Whether ranks may have different values of a parameter: see `SnapshotOptions`."""
+    read_back: bool = False
+    """Whether each rank reads its file back after a save, because retention needs that."""
 
 
 class Saving:
@@ -110,160 +157,166 @@ class Saving:
 
     def __init__(
         self,
-        path: Place,
         tracker: Tracker,
         peers: Peers,
         tier: Tier,
-        rescue: int,
         clock: Timekeeper,
-        failed_saves_max: int,
-        lease: FolderLease | None,
+        taken: TakenFolder,
+        rules: SaveRules,
         copies: Copies | None = None,
-        *,
-        replicas_differ: bool = False,
-        folder_id: str = "",
     ) -> None:
-        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
-        rank 0's. `copies`: other nodes get copies. `replicas_differ`: see `SnapshotOptions`; `folder_id`: see
-        LeaseOwner."""
+        """`clock`: rank 0's. `taken`: the folder, with the lease on rank 0. `copies`: None: other nodes get none."""
         self.tier = tier
-        self._replicas_differ, self._folder_id = replicas_differ, folder_id
-        self._path, self._tracker, self._peers = path, tracker, peers
+        self._tracker, self._peers = tracker, peers
+        self._clock, self._taken, self._rules, self._copies = clock, taken, rules, copies
         self._begun_at: tuple[int, int] = (-1, 0)
-        """In an object store: the step that was begun last, and how often."""
-        self._rescue, self._clock, self._lease = rescue, clock, lease
-        self._copies = copies
-        self.retention = False
-        """Whether each rank reads back what it wrote; equal on all."""
-        self._failed = FailedSaves(failed_saves_max)
-        self.troubles: list[SnapshotError] = []
-        """What went wrong in the background on this rank, and the others do not know yet."""
-        self._told: RankFailure | None = None
-        """What the newest save was told of earlier ones."""
+        """The step that was begun last, and how often it was begun; used in an object store only."""
+        self._failed = FailedSaves(rules.failed_saves_max)
+        self.errors: list[SnapshotError] = []
+        """Errors in the background on this rank, which the others do not know yet."""
+        self._last_failure: RankFailure | None = None
+        """The failure of earlier saves that was reported in the newest save; None: there was none."""
         self._saves = 0
-        """Since this life began; equal on all ranks."""
+        """The number of saves since this life began; equal on all ranks."""
         self._disagreed = 0
-        """Since the last save: calls at which gradients were pending on some ranks and not on others. Rank 0's."""
+        """The number of calls since the last save at which gradients were pending on some ranks and not on others;
+        counted on rank 0."""
         self._compared_step = tracker.state.step
-        """Replicas were equal at this step."""
+        """The last step at which replicas were compared, and equal."""
         self._layout: Layout | None = None
+        """The plan; None: there is none yet."""
         self._staged = 0
-        """States, since the layout was planned."""
+        """The number of states that were staged since the layout was planned."""
         self._signature: tuple[Any, ...] = ()
-        self._places: dict[int, Places] = {}
-        """By address of the memory."""
+        """The shape of the state for which the layout was planned."""
+        self._views: dict[int, EntryViews] = {}
+        """Views of the tier's memory, by its address."""
         self._reservation: MemoryReservation | None = None
-        self._to_settle: deque[Callable[[], None]] = deque()
-        self._settling: threading.Thread | None = None
-        self._unsettled: SnapshotMemoryError | None = None
+        """The memory that is being taken; None: all of it was."""
+        self._to_copy: deque[Callable[[], None]] = deque()
+        """Functions that copy adopted pages: those that are still to be called."""
+        self._copying: threading.Thread | None = None
+        self._copy_error: SnapshotMemoryError | None = None
 
     @property
     def planned(self) -> bool:
+        """Whether there is a plan."""
         return self._layout is not None
 
-    def regroup(self, peers: Peers, generation: int, rescue: int, lease: FolderLease | None) -> None:
-        """Save with the ranks of this generation from now on. All call it; the next save makes a new plan."""
+    def regroup(self, peers: Peers, generation: int, taken: TakenFolder) -> None:
+        """Save with the ranks of this generation from now on. All ranks call this; the next save makes a new plan."""
         self._stop_reserving()
-        self.await_settled()
-        self._peers, self._rescue, self._lease = peers, rescue, lease
+        self.await_copied()
+        self._peers, self._taken = peers, taken
         self._saves = 0
         self._layout = None
         self.tier.regroup(peers.rank, peers.world, generation)
 
-    def settle(self, adopted: Saved) -> None:
-        """Training goes on in pages of old slots; have them copied before any rank stages a new state there."""
-        self._to_settle.extend(adopted.settling())
-        self._settling = threading.Thread(target=self._settle, name="holdfast-settle")
-        self._settling.start()
+    def copy_adopted(self, adopted: Saved) -> None:
+        """Begin to copy the pages of old slots in which training goes on: it has to be done before any rank stages a
+        new state there."""
+        self._to_copy.extend(adopted.copies_to_make())
+        self._copying = threading.Thread(target=self._copy_some, name="holdfast-adopt")
+        self._copying.start()
 
-    def _settle(self) -> None:
+    def _copy_some(self) -> None:
         try:
             with contextlib.suppress(IndexError):
                 while True:
-                    self._to_settle.popleft()()
+                    self._to_copy.popleft()()
         except SnapshotMemoryError as error:
-            self._unsettled = error
+            self._copy_error = error
 
-    def await_settled(self) -> None:
-        """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times
-        as long."""
-        if self._settling is not None:
-            self._settle()  # with both hands
-            self._settling.join()
-            self._settling = None
-        if self._unsettled is not None:
-            raise self._unsettled
+    def await_copied(self) -> None:
+        """Wait until the adopted pages are copied. This also comes before the first optimizer step: pages that are
+        copied one by one, as the step writes to them, take five times as long. Raises SnapshotMemoryError."""
+        if self._copying is not None:
+            self._copy_some()  # this thread helps the background thread
+            self._copying.join()
+            self._copying = None
+        if self._copy_error is not None:
+            raise self._copy_error
 
     def ask(self, step: int) -> tuple[bool, int]:
-        """Rank 0's word: whether it is time to save to the disk now, and when to ask again."""
-        word = None
+        """Ask rank 0 whether a save to the disk is due now, and at which step to ask again."""
+        answer = None
         if self._peers.rank == 0:
             now_s = time.monotonic()
-            word = [self._clock.due(now_s) and not self.tier.busy, self._clock.next_look(step, now_s)]
-        durable, look_at = self._peers.tell(word)
-        return bool(durable), int(look_at)
+            answer = [self._clock.due(now_s) and not self.tier.busy, self._clock.next_ask(step, now_s)]
+        durable, ask_at = self._peers.broadcast(answer)
+        return bool(durable), int(ask_at)
 
     def take_ahead(self) -> None:
-        """Take memory in the background for what will be there after the first step, as far as it can be foreseen."""
+        """Take memory in the background for the state after the first step, as far as its size can be foreseen."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         size_bytes = foreseen_bytes(self._tracker.models, self._tracker.optimizers, ranks)
         if size_bytes:
             self._reservation = MemoryReservation(self.tier.reserving(size_bytes), self.tier.states)
 
-    def look(self) -> None:
-        """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not
+    def gather_errors(self) -> None:
+        """Gather the errors of the background. The next save reports them to all ranks: one rank alone must not
         raise."""
-        checks = [self.tier.check] if self._lease is None else [self.tier.check, self._lease.check]
+        checks = [self.tier.check] if self._taken.lease is None else [self.tier.check, self._taken.lease.check]
         for check in checks:
-            while (error := _raised(check)) is not None and str(error) not in map(str, self.troubles):
-                self.troubles.append(error)
+            while (error := _raised(check)) is not None and str(error) not in map(str, self.errors):
+                self.errors.append(error)
 
-    def save(self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False, pending: bool = False) -> Done:
-        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What
-        prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. `pending`: this
-        rank has gradients of an optimizer step that is not complete. SnapshotError.
+    def save(
+        self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False, pending: bool = False
+    ) -> SaveResult:
+        """Save the state; all ranks call this together.
+
+        `durable`: to the disk; False: rank 0 decides whether a save to the disk is due. A problem is a warning, unless
+        the program `demanded` the save, or there were too many problems in a row: then all ranks raise a SnapshotError.
+        `pending`: this rank has gradients of an optimizer step that is not complete.
         """
         self._saves += 1
-        self._told = None
+        self._last_failure = None
         began_s = time.monotonic()
         numbers = _numbers(metrics)
         failure, staged = "", False
-        for _ in range(4):
+        for _ in range(ROUNDS_MAX):
             with self._peers.calling("snaps.save()" if demanded else "snaps.step()"):
-                word = self._round(numbers, durable=durable, demanded=demanded, staged=staged, pending=pending)
-            failure = self._hear(word.get("failure")) or failure
-            if word["do"] == "fail":
-                raise SnapshotError(word["text"])
-            if word["do"] == "differ":
-                self._raise_difference(word["ranks"])
-            if word["do"] == "postpone":
-                if not pending:
-                    self.tier.drop(self._tracker.state.step - 1)  # else the next try takes the last slot of all ranks
-                return Done(durable=False, failure=failure, postponed=True)
-            if word["do"] not in ("plan", "look", "save now"):
+                answer = self._round(numbers, durable=durable, demanded=demanded, staged=staged, pending=pending)
+            decision = SaveDecision(answer["do"])
+            failure = self._take_failure(answer.get("failure")) or failure
+            match decision:
+                case SaveDecision.FAIL:
+                    raise SnapshotError(answer["text"])
+                case SaveDecision.DIFFER:
+                    self._raise_difference(answer["ranks"])
+                case SaveDecision.POSTPONE:
+                    if not pending:
+                        # This rank's copy is dropped: otherwise the next try would overwrite the slot with the last
+                        # state that all ranks have.
+                        self.tier.drop(self._tracker.state.step - 1)
+                    return SaveResult(durable=False, failure=failure, postponed=True)
+            if decision not in REPEATS:
                 break
-            staged, pending = word["do"] == "look", False
-            if word["do"] == "plan":
+            staged, pending = decision is SaveDecision.EXAMINE, False
+            if decision is SaveDecision.PLAN:
                 self.plan()
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
-        if word["do"] == "persist":
+
+        if decision is SaveDecision.PERSIST:
             self._clock.saved(time.monotonic())  # on every rank: any of them may be rank 0 of a later world
             self._compared_step = self._tracker.state.step
-            if word["not_finite"]:
-                self._warn_of_not_finite(word["not_finite"])
-            request = self._request(word["attempt"], word["metrics"], finite=not word["not_finite"])
+            if answer["not_finite"]:
+                self._warn_of_not_finite(answer["not_finite"])
+            request = self._request(answer["attempt"], answer["metrics"], finite=not answer["not_finite"])
             stall_s = round(time.monotonic() - began_s, 6)
             self._persist(replace(request, note={**request.note, STALL: stall_s}))
         if self._copies is not None:
-            self._copies.follow(word.get("copies", {}), self._peers.rank, self._tracker.state.step)
-        return Done(word["do"] == "persist", failure, word.get("look_at", 0))
+            self._copies.follow(answer.get("copies", {}), self._peers.rank, self._tracker.state.step)
+        return SaveResult(decision is SaveDecision.PERSIST, failure, answer.get("ask_at", 0))
 
-    def _hear(self, word: Mapping[str, Any] | None) -> str:
-        """What rank 0 says of failed saves; SnapshotError, on all ranks, when it is fatal."""
-        if word is None:
+    def _take_failure(self, report: Mapping[str, Any] | None) -> str:
+        """Warn of the failure of earlier saves that rank 0 reports, or raise a SnapshotError, on all ranks, if it is
+        fatal. Returns its text; empty: there is none."""
+        if report is None:
             return ""
-        failure = self._told = RankFailure(**word)
+        failure = self._last_failure = RankFailure(**report)
         if failure.fatal:
             raise disk.error_of(failure.code, failure.text)
         if self._peers.rank == 0:
@@ -271,23 +324,24 @@ class Saving:
         return failure.text
 
     def _persist(self, request: SaveRequest) -> None:
+        """Hand the copy over. An error is reported in the next save."""
         try:
             self.tier.persist(request)
         except (SnapshotError, ValueError) as error:
-            told = error if isinstance(error, SnapshotError) else SnapshotWriteError(str(error))
-            self.troubles.append(told)
-            changes.refuse(request, str(told))  # rank 0 would wait for this rank's part
+            failure = error if isinstance(error, SnapshotError) else SnapshotWriteError(str(error))
+            self.errors.append(failure)
+            changes.refuse(request, str(failure))  # otherwise rank 0 would wait for this rank's part
 
     def wait(self) -> None:
-        """Until everything is committed, on every rank; all raise when that went wrong on one: the cause, and not what
-        followed from it on other ranks."""
-        failure: HoldfastError | None = self.troubles.pop(0) if self.troubles else None
+        """Wait until everything is committed, on every rank. If that failed on one, all ranks raise the cause, and not
+        the errors that followed from it on other ranks."""
+        failure: HoldfastError | None = self.errors.pop(0) if self.errors else None
         try:
             self.tier.wait()
         except HoldfastError as error:
             failure = failure or error
-        said = self._peers.share(["", ""] if failure is None else [failure.code, str(failure)])
-        failed = [(rank, code, text) for rank, (code, text) in enumerate(said) if text]
+        reports = self._peers.all_gather(["", ""] if failure is None else [failure.code, str(failure)])
+        failed = [(rank, code, text) for rank, (code, text) in enumerate(reports) if text]
         causes = [each for each in failed if each[1] != SnapshotIncompleteError.code] or failed
         if not causes:
             return
@@ -297,29 +351,30 @@ class Saving:
         raise disk.error_of(code, f"rank {rank}: {text}")
 
     def cause_of(self, error: SnapshotError) -> SnapshotError | None:
-        """In `close`, which not every rank need call: the error of another rank from which this one follows. None: this
-        is the cause, or nobody posts it in time."""
+        """The error of another rank from which this one follows; None: this is the cause, or no rank posts it in time.
+        `close` calls it, which not every rank need call: so the ranks cannot exchange messages."""
         if not isinstance(error, SnapshotIncompleteError):
             self._peers.post(FAILED_AT_THE_END, [self._peers.rank, error.code, str(error)])
             return None
-        told = self._told
-        if told is not None and told.code != SnapshotIncompleteError.code:
-            return disk.error_of(told.code, told.text)  # of the save before, which has left its step to this one
+        last = self._last_failure
+        if last is not None and last.code != SnapshotIncompleteError.code:
+            return disk.error_of(last.code, last.text)  # the save before failed, and this one was to make it good
         found = self._peers.posted(FAILED_AT_THE_END, CAUSE_S)
         if found is None or found[0] == self._peers.rank:
             return None
         rank, code, text = found
         return disk.error_of(code, f"rank {rank}: {text}")
 
-    # --- one round: every rank copies and says how it went; rank 0 says what is next ----------------------------------
+    # --- one round: every rank copies and reports how that went; rank 0 decides what is next --------------------------
 
     def _round(
         self, metrics: Mapping[str, float], *, durable: bool, demanded: bool, staged: bool, pending: bool
     ) -> dict[str, Any]:
-        """`staged`: it is, and rank 0 has decided that it goes to the disk."""
+        """Copy, report to rank 0, and return its answer: its decision ("do"), and what belongs to that. `staged`: the
+        copy was made in the round before, and rank 0 has decided that it goes to the disk."""
         failure: Exception | None = None
         text = ""
-        looked: TensorFindings | None = None
+        findings: TensorFindings | None = None
         try:
             if pending:
                 copy = Staged.PENDING
@@ -327,74 +382,82 @@ class Saving:
                 collected = self._collect()
                 copy = Staged.STAGED if staged else self._stage(collected, metrics, wait=durable)
                 if copy is Staged.STAGED and (durable or staged):
-                    looked = self._look_at_tensors(collected)
+                    findings = self._examine(collected)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             failure, copy, text = error, Staged.FAILED, f"{type(error).__name__}: {error}"
-        self.look()
-        troubles = [[each.code, str(each)] for each in self.troubles]
-        self.troubles.clear()
-        copied = None if self._copies is None else self._copies.report()
-        said = self._peers.gather([copy.value, text, metrics, self._tracker.state.step, troubles, copied, looked])
-        word: dict[str, Any] = self._peers.tell(
-            self._judge([_Said(Staged(value), *rest) for value, *rest in said], durable=durable, demanded=demanded)
-            if said
-            else None
-        )
+        self.gather_errors()
+        errors = [[each.code, str(each)] for each in self.errors]
+        self.errors.clear()
+        copies = None if self._copies is None else self._copies.report()
+        reports = self._peers.gather([copy.value, text, metrics, self._tracker.state.step, errors, copies, findings])
+        answer: dict[str, Any] | None = None
+        if reports:  # on rank 0
+            unpacked = [_SaveReport(Staged(value), *rest) for value, *rest in reports]
+            answer = self._decide(unpacked, durable=durable, demanded=demanded)
+        answer = self._peers.broadcast(answer)
         if failure is not None:
             raise failure
-        return word
+        assert answer is not None
+        return answer
 
-    def _judge(self, said: Sequence[_Said], *, durable: bool, demanded: bool) -> dict[str, Any]:
-        """Rank 0 decides."""
+    def _decide(self, reports: Sequence[_SaveReport], *, durable: bool, demanded: bool) -> dict[str, Any]:
+        """Rank 0's decision, for all ranks, with what belongs to it. `reports`: in order of rank."""
         step, now_s = self._tracker.state.step, time.monotonic()
-        for rank, each in enumerate(said):
+        for rank, each in enumerate(reports):
             if each.staged is Staged.FAILED:
-                return {"do": "fail", "text": f"rank {rank} failed: {each.failure}"}
+                return {"do": SaveDecision.FAIL.value, "text": f"rank {rank} failed: {each.failure}"}
             if each.step != step:
                 hint = "every rank has to call step() and save() equally often: not inside `if rank == 0:`"
                 text = f"rank 0 saves after step {step}, rank {rank} after step {each.step}\n{hint}"
-                return {"do": "fail", "text": text}
-        word: dict[str, Any] = {"do": "keep"}
-        failure = self._failed.reported([each.troubles for each in said], busy=self.tier.busy)
+                return {"do": SaveDecision.FAIL.value, "text": text}
+
+        answer: dict[str, Any] = {"do": SaveDecision.KEEP.value}
+        failure = self._failed.reported([each.errors for each in reports], busy=self.tier.busy)
         if failure is not None:
-            word["failure"] = asdict(failure)
+            answer["failure"] = asdict(failure)
             if failure.fatal:
-                return word
-        if waits := [rank for rank, each in enumerate(said) if each.staged is Staged.PENDING]:
-            return {**word, "do": self._postpone(waits, len(said))}
+                return answer
+
+        if waits := [rank for rank, each in enumerate(reports) if each.staged is Staged.PENDING]:
+            return {**answer, "do": self._postpone(waits, len(reports)).value}
         self._disagreed = 0
-        if any(each.staged is Staged.UNPLANNED for each in said):
-            return {**word, "do": "plan"}
-        all_there = all(each.staged is Staged.STAGED for each in said)
-        persist = durable or (self._clock.due(now_s) and not self.tier.busy and all_there)
-        looked = [TensorFindings(*each.looked) for each in said if each.looked is not None]
-        if persist and len(looked) < len(said):  # by the clock, of which only this rank knows
-            return {**word, "do": "look"}
-        if persist and (differ := _differing(looked)):
-            return {**word, "do": "differ", "ranks": differ}
+        if any(each.staged is Staged.UNPLANNED for each in reports):
+            return {**answer, "do": SaveDecision.PLAN.value}
+
+        all_staged = all(each.staged is Staged.STAGED for each in reports)
+        persist = durable or (self._clock.due(now_s) and not self.tier.busy and all_staged)
+        findings = [TensorFindings(*each.findings) for each in reports if each.findings is not None]
+        if persist and len(findings) < len(reports):
+            # The save is due by the clock, which only this rank has: the others did not know that it goes to the disk.
+            return {**answer, "do": SaveDecision.EXAMINE.value}
+        if persist and (differ := _differing(findings)):
+            return {**answer, "do": SaveDecision.DIFFER.value, "ranks": differ}
+
         if self._copies is not None:
-            reports = [each.copies or () for each in said]
-            word["copies"] = self._copies.decide(reports, (step, self._rescue, self._saves), staged=all_there)
+            copies = [each.copies or () for each in reports]
+            answer["copies"] = self._copies.decide(copies, (step, self._taken.rescue, self._saves), staged=all_staged)
         if persist:
             self._clock.saved(now_s)  # also when it cannot begin: the next attempt comes after another interval
             try:
                 number = self._begin(step)
             except SnapshotError as error:
-                word["failure"] = asdict(self._failed.not_begun(error, demanded=demanded))
+                answer["failure"] = asdict(self._failed.not_begun(error, demanded=demanded))
             else:
                 self._failed.handed_over()
-                not_finite = next((each.not_finite for each in looked if each.not_finite), "")
-                metrics = _means([each.metrics for each in said])
-                word |= {"do": "persist", "attempt": number, "metrics": metrics, "not_finite": not_finite}
-        word["look_at"] = self._clock.next_look(step, now_s)
-        return word
+                not_finite = next((each.not_finite for each in findings if each.not_finite), "")
+                metrics = _means([each.metrics for each in reports])
+                answer |= {"attempt": number, "metrics": metrics, "not_finite": not_finite}
+                answer["do"] = SaveDecision.PERSIST.value
+        answer["ask_at"] = self._clock.next_ask(step, now_s)
+        return answer
 
-    def _postpone(self, waits: Sequence[int], world: int) -> str:
-        """Gradients are pending on these ranks: save when they are on none. Where the ranks' optimizer steps never
-        end at the same call, as may be in local SGD, some gradients are lost when the job goes on from a snapshot."""
+    def _postpone(self, waits: Sequence[int], world: int) -> SaveDecision:
+        """Postpone the save, since gradients are pending on the ranks `waits`, until they are pending on none. If the
+        ranks' optimizer steps never end at the same call, as may be in local SGD, it is made nevertheless, after
+        POSTPONED_MAX calls: then some gradients are lost when the job goes on from the snapshot."""
         self._disagreed += len(waits) < world
         if self._disagreed <= POSTPONED_MAX:
-            return "postpone"
+            return SaveDecision.POSTPONE
         warnings.warn(
             f"holdfast: a save was postponed at {POSTPONED_MAX} calls of snaps.step(), since some ranks had gradients "
             "of an optimizer step that was not complete, and others had none. It is made now, without such gradients "
@@ -403,44 +466,48 @@ class Saving:
             RuntimeWarning,
             stacklevel=7,
         )
-        return "save now"
+        return SaveDecision.SAVE_NOW
 
     def _begin(self, step: int) -> int:
-        if self._lease is not None:
-            self._lease.confirm()
-            if isinstance(self._path, RemotePath):
-                # Its own numbers for each lease, which the store has given once: no request while training waits.
+        """Begin an attempt, on rank 0. Returns its number. Raises SnapshotError."""
+        if (lease := self._taken.lease) is not None:
+            lease.confirm()
+            if isinstance(self._taken.path, RemotePath):
+                # Each lease has its own numbers: the store has given the lease's number once, so these are unique
+                # without another request, for which training would wait.
                 self._begun_at = (step, self._begun_at[1] + 1 if self._begun_at[0] == step else 0)
-                return self._lease.number * ATTEMPTS_PER_LEASE + self._begun_at[1]
-        return changes.begin(self._path, step, make=False)
+                return lease.number * ATTEMPTS_PER_LEASE + self._begun_at[1]
+        return changes.begin(self._taken.path, step, make=False)
 
     # --- what goes to the disk ----------------------------------------------------------------------------------------
 
-    def _look_at_tensors(self, collected: Collected) -> TensorFindings:
+    def _examine(self, collected: Collected) -> TensorFindings:
+        """Make the digests of replicas, and look for values that are not finite."""
         assert self._layout is not None
-        alike = [
+        digests = [
             [group.ranks, replicas.total([collected.shared[name] for name in group.names])]
             for group in self._layout.replicas
         ]
         written = [
             key for name, key in self._layout.keys if name in self._layout.file.spans and key in collected.shared
         ]
-        return TensorFindings(alike, replicas.first_not_finite(collected.trained(written)))
+        return TensorFindings(digests, replicas.first_not_finite(collected.trained(written)))
 
     def _raise_difference(self, ranks: list[int]) -> NoReturn:
-        """These ranks have said different digests. All ranks call it."""
-        self.tier.drop(self._compared_step)  # the saver would write the newest when this process ends
+        """Raise ReplicasDifferError, since these ranks have different digests. All ranks call it."""
+        # States since the last comparison may be wrong: the saver would write them when this process ends.
+        self.tier.drop(self._compared_step)
         assert self._layout is not None
         group = next((each for each in self._layout.replicas if list(each.ranks) == ranks), None)
         shared, mine = self._collect().shared, []
         if group is not None:
             names = group.names if self._peers.rank == ranks[0] else ()
             mine = [names, replicas.each_digest([shared[name] for name in group.names])]
-        said = self._peers.gather(mine)  # rank 0 may have none of these tensors
+        answers = self._peers.gather(mine)  # rank 0 may have none of these tensors, so one of `ranks` sends the names
         found = None
-        if said:
-            found = replicas.first_difference({rank: said[rank][1] for rank in ranks}, said[ranks[0]][0])
-        raise ReplicasDifferError(self._peers.tell(_text_of_difference(found, self._tracker.state.step)))
+        if answers:
+            found = replicas.first_difference({rank: answers[rank][1] for rank in ranks}, answers[ranks[0]][0])
+        raise ReplicasDifferError(self._peers.broadcast(_text_of_difference(found, self._tracker.state.step)))
 
     def _warn_of_not_finite(self, name: str) -> None:
         if self._peers.rank == 0:
@@ -456,39 +523,45 @@ class Saving:
         return self._tracker.collect(self._peers.rank, self._peers.world)
 
     def _stage(self, collected: Collected, metrics: Mapping[str, float], *, wait: bool) -> Staged:
+        """Copy the state into the tier's memory. `wait`: for a slot. Raises SnapshotError."""
         layout = self._layout
         if layout is None or collected.signature() != self._signature:
             return Staged.UNPLANNED
         room = layout.file.spans[TEXT]
         if len(collected.text) > room.stop - room.start:
             return Staged.UNPLANNED
+
         self._await_reserved(self._staged + 1)
         try:
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
-        except SnapshotMemoryError as error:  # the saver had this slot when room was taken: it is a previous worker's
+        except SnapshotMemoryError as error:
+            # When memory was reserved, the saver had locked this slot, which was a previous worker's: it has to grow
+            # only now.
             self._use_disk_alone(error)
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
             return Staged.NO_ROOM
-        if not fill(memory, layout, self._places_in(memory, layout), collected):
+        if not fill(memory, layout, self._views_in(memory, layout), collected):
             return Staged.UNPLANNED
-        self.tier.commit(self._request(self._rescue, metrics))
+        self.tier.commit(self._request(self._taken.rescue, metrics))
         self._staged += 1
         return Staged.STAGED
 
-    def _places_in(self, memory: memoryview, layout: Layout) -> Places:
+    def _views_in(self, memory: memoryview, layout: Layout) -> EntryViews:
+        """The views of this memory, which are made once for each slot."""
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        if address not in self._places:
-            if len(self._places) > 2:
-                self._places.clear()  # slots have grown, and are somewhere else
-            self._places[address] = _places(layout, memory)
-        return self._places[address]
+        if address not in self._views:
+            if len(self._views) > 2:
+                self._views.clear()  # slots have grown, and have other addresses
+            self._views[address] = _views_of(layout, memory)
+        return self._views[address]
 
     def _request(self, number: int, metrics: Mapping[str, float], *, finite: bool | None = None) -> SaveRequest:
-        """`finite`: whether all values are; None: nobody has looked."""
+        """The request to save the current state. `number`: the attempt's. `finite`: whether all values are; None: that
+        was not checked."""
         assert self._layout is not None
-        note: dict[str, Any] = {"save": self._saves, FOLDER_ID: self._folder_id}
-        if self.retention:
+        note: dict[str, Any] = {"save": self._saves, FOLDER_ID: self._taken.folder_id}
+        if self._rules.read_back:
             note[READ_BACK] = True
         if self._layout.beside is not None:
             note["file_bytes"] = self._layout.file.size_bytes
@@ -496,43 +569,45 @@ class Saving:
         metadata: dict[str, Any] = {"metrics": dict(metrics), "epoch": state.epoch}
         if finite is not None:
             metadata[FINITE] = finite
-        return SaveRequest(str(self._path), state.step, number, peers.rank, peers.world, note, metadata)
+        return SaveRequest(str(self._taken.path), state.step, number, peers.rank, peers.world, note, metadata)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
     def plan_ahead(self, *, pending: bool) -> None:
-        """Plan before anything is due, so that the first save costs no more than the others. All ranks together. Not
-        while gradients are `pending` on one of them: its optimizer has no state before its first step."""
-        if not any(self._peers.share(pending)):
+        """Plan before a save is due, so that the first one costs no more than the others; all ranks call this together.
+        Nothing is done while gradients are `pending` on one of them: its optimizer has no state before its first step.
+        """
+        if not any(self._peers.all_gather(pending)):
             self.plan()
 
     def plan(self) -> None:
-        """All ranks together; then memory is taken in the background. What one rank cannot do all raise: to plan, the
-        ranks wait for each other."""
+        """Make a plan, and begin to take memory for it in the background; all ranks call this together. If one rank
+        fails, all raise: to plan, the ranks wait for each other."""
         failure: Exception | None = None
         try:
             self._stop_reserving()
-            self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
+            self.await_copied()  # no rank stages before all have planned, hence before all have copied adopted pages
             collected = self._collect()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             failure = error
-        said = self._peers.share("" if failure is None else f"{type(failure).__name__}: {failure}")
+        answers = self._peers.all_gather("" if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        for rank, text in enumerate(said):
+        for rank, text in enumerate(answers):
             if text:
                 raise SnapshotError(f"rank {rank} failed: {text}")
-        self._places.clear()
+
+        self._views.clear()
         if isinstance(self.tier, SaverClient):
-            self.tier.drop_fetched()  # all ranks have settled
-        loose = set(collected.shared) if self._replicas_differ else collected.buffers
+            self.tier.drop_fetched()  # all ranks have copied adopted pages, so no rank needs it any more
+        loose = set(collected.shared) if self._rules.replicas_differ else collected.buffers
         self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected, loose)
         self._signature = collected.signature()
         self._staged = 0
         self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes), self.tier.states)
 
     def _stop_reserving(self) -> None:
-        """What was taken counts for the next plan, and what went wrong with the rest will go wrong again."""
+        """Take no more memory for now. What was taken counts for the next plan, and an error will come again there."""
         if self._reservation is not None:
             self._reservation.stop()
             self._reservation = None
@@ -548,6 +623,7 @@ class Saving:
             self._use_disk_alone(error)
 
     def _use_disk_alone(self, error: SnapshotMemoryError) -> None:
+        """Save to the disk only from now on, since there is no memory."""
         warn_of_disk(error)
         self.tier.close(ahead=False)
         self.tier = InProcessStaging()
@@ -556,31 +632,32 @@ class Saving:
 
 
 class Pruner:
-    """Rank 0's retention. Methods are called by one thread."""
+    """Rank 0's retention. Only one thread calls its methods."""
 
-    def __init__(self, path: Place, keep: Keep) -> None:
+    def __init__(self, path: Location, keep: Keep) -> None:
         self._path, self._keep = path, keep
         self._verified = Verified()
         self._due = False
+        """Whether a new snapshot makes a deletion due."""
         self._thread: threading.Thread | None = None
 
     def begin_after(self, tier: Tier) -> None:
-        """There will be a new snapshot, once the tier has written it."""
+        """Delete old snapshots once the tier has written the new one."""
         self._due = True
         self._verified.read = tier.read_back
         self.check(tier)
 
     def check(self, tier: Tier) -> None:
-        """Start when the new snapshot is on the disk. Never waits."""
+        """Start if the new snapshot is on the disk. It never waits."""
         running = self._thread is not None and self._thread.is_alive()
         if self._due and not running and not tier.busy:
             self._due = False
-            # A daemon: after an error nobody waits for it. Whatever it deletes may be interrupted.
+            # A daemon: after an error the process does not wait for it, and a deletion may be interrupted anywhere.
             self._thread = threading.Thread(target=self._prune, name="holdfast-retention", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Delete now what is due."""
+        """Delete now, if that is due."""
         if self._thread is not None:
             self._thread.join()
         if self._due:
@@ -591,7 +668,7 @@ class Pruner:
         try:
             done = changes.prune(self._path, self._keep, verified=self._verified)
         except SnapshotError as error:
-            # What was saved is there; that it takes more room than was asked for must not end the training.
+            # The new snapshot is saved. That old ones take more room than the user wants must not end the training.
             warnings.warn(f"holdfast: old snapshots were not deleted: {error}", RuntimeWarning, stacklevel=2)
             return
         for path, why in done.damaged:
@@ -599,27 +676,28 @@ class Pruner:
 
 
 def image(tracker: Tracker) -> torch.Tensor:
-    """All that is tracked, as the image that a rank of a world of one saves; for `reading.parts_of_slot`."""
+    """The image of everything that is tracked, as a rank of a world of one saves it; for `reading.parts_of_slot`."""
     collected = tracker.collect(0, 1)
     layout = _plan(Peers(0, 1), "", collected)
     data = torch.empty(layout.size_bytes, dtype=torch.uint8)
     memory = memoryview(data.numpy())
-    fill(memory, layout, _places(layout, memory), collected)
+    fill(memory, layout, _views_of(layout, memory), collected)
     return data
 
 
 def _plan(peers: Peers, node: str, collected: Collected, loose: Collection[str] = ()) -> Layout:
+    """The layout of this rank's image. `loose`: names of tensors that may differ between the ranks that have them."""
     text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
     return sharding.plan(peers, node, collected.shared, collected.own, text_bytes, loose)
 
 
-def _differing(looked: Sequence[TensorFindings]) -> list[int]:
-    """Ranks whose digests of the same tensors differ; empty: there are none."""
+def _differing(findings: Sequence[TensorFindings]) -> list[int]:
+    """The ranks of a group whose digests of the same tensors differ; empty: there is none."""
     digests: dict[tuple[int, ...], set[str]] = {}
-    for each in looked:
+    for each in findings:
         for ranks, digest in each.replicas:
             digests.setdefault(tuple(ranks), set()).add(digest)
-    return next((list(ranks) for ranks, said in digests.items() if len(said) > 1), [])
+    return next((list(ranks) for ranks, different in digests.items() if len(different) > 1), [])
 
 
 def _text_of_difference(found: tuple[str, replicas.ReplicaDifference] | None, step: int) -> str:
@@ -632,13 +710,13 @@ def _text_of_difference(found: tuple[str, replicas.ReplicaDifference] | None, st
     )
 
 
-def _places(layout: Layout, memory: memoryview) -> Places:
+def _views_of(layout: Layout, memory: memoryview) -> EntryViews:
     views = layout.views(memory)
-    return Places([views[name] for name, _ in layout.keys])
+    return EntryViews([views[name] for name, _ in layout.keys])
 
 
-def fill(memory: memoryview, layout: Layout, places: Places, collected: Collected) -> bool:
-    """Copy the state into this memory. False, and nothing copied: it does not fit the layout."""
+def fill(memory: memoryview, layout: Layout, places: EntryViews, collected: Collected) -> bool:
+    """Copy the state into this memory. Returns False, and copies nothing, if it does not fit the layout."""
     sources = [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
     if not places.fill(sources):
         return False
@@ -650,6 +728,7 @@ def fill(memory: memoryview, layout: Layout, places: Places, collected: Collecte
 
 
 def _raised(check: Callable[[], None]) -> SnapshotError | None:
+    """The error that this raises; None: none."""
     try:
         check()
     except SnapshotError as error:
@@ -658,7 +737,7 @@ def _raised(check: Callable[[], None]) -> SnapshotError | None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain numbers; what is none is left out of the snapshot. A tensor is waited for only here."""
+    """The metrics that are numbers, as plain numbers. A tensor of a GPU is waited for here and nowhere else."""
     numbers = {}
     for name, value in metrics.items():
         if isinstance(value, torch.Tensor) and value.numel() != 1:
@@ -670,8 +749,8 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _means(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Over the ranks that have the metric."""
-    names = sorted({name for each in said for name in each})
-    values = {name: [each[name] for each in said if name in each] for name in names}
+def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the ranks that have it."""
+    names = sorted({name for each in metrics for name in each})
+    values = {name: [each[name] for each in metrics if name in each] for name in names}
     return {name: sum(each) / len(each) for name, each in values.items()}

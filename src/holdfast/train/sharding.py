@@ -1,15 +1,18 @@
-"""Plans which rank saves which part of each tensor, and which saved parts a rank needs: torch's planner, our files.
+"""Plans which rank saves which part of each tensor, and which saved parts a rank needs: with torch's planner, for our
+files.
 
-Saving: every rank's local plan meets at rank 0, which deals what is replicated evenly over the ranks.
-torch.distributed.checkpoint's planner checks that nothing of a sharded tensor is missing. The plan holds until the
+**Saving.** Rank 0 gathers the local plans of all ranks, and divides replicated tensors evenly among the ranks.
+torch.distributed.checkpoint's planner checks that no part of a sharded tensor is missing. The plan is valid until the
 names, shapes or placements change.
-Loading: the planner finds, for what this rank holds now, the pieces in what was saved, whatever the world was then.
+
+**Loading.** The planner finds the saved pieces of the tensors that this rank has now, whatever the world was at the
+save.
 
 A rank's file (snapshots/layout.py) has an entry for each piece. A piece that is a whole tensor has the tensor's name;
-any other has `name@offsets` and a line in the header's metadata that says where it belongs.
+any other has `name@offsets`, and a line in the header's metadata that says to which part of the tensor it belongs.
 
-A memory slot must hold what a restarted worker needs without another node, so the ranks of a node save, together, all
-that any of them holds. What another node writes to the disk comes after the rank's file in the slot, as a second image.
+A restarted worker must find all that it needs on its own node. So the ranks of a node save, together, all that any of
+them has. A piece that another node writes to the disk comes after the rank's file in the slot, in a second image.
 """
 
 from __future__ import annotations
@@ -44,29 +47,30 @@ CODES = {
 """safetensors' names of torch's types. Others are stored as bytes, with torch's own name in the metadata."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 PIECES = "holdfast.pieces"
-"""Key of the header's metadata: what is known of the entries that are not whole tensors of a type of safetensors."""
+"""Key of the header's metadata with descriptions of the entries that are not whole tensors of a type of safetensors."""
 TEXT = "holdfast.text"
-"""Name of the entry that holds this rank's state that is no tensor, as JSON padded with spaces."""
+"""Name of the entry with this rank's state that is not in tensors, as JSON padded with spaces."""
 
 OWN = "own/"
-"""Names of tensors that are one rank's own begin so."""
+"""Beginning of the names of tensors that belong to one rank alone."""
 TIED = "tied"
-"""In the text: names of tensors that were stored under another one, which is the same tensor."""
+"""Key of the text with the further names of tied tensors, which are stored under their first names."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor."""
+    """A rectangular part of a tensor."""
 
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     whole: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: torch.dtype
 
     @property
     def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
         return self.sizes == self.whole
 
     @property
@@ -83,18 +87,18 @@ class Piece:
 
     @property
     def described(self) -> list[Any] | None:
-        """Metadata for the header; None when the entry describes the piece completely."""
+        """The description for the header; None: the entry describes the piece completely."""
         if self.is_whole and self.dtype in CODES:
             return None
         return self.packed()
 
     def packed(self) -> list[Any]:
-        """For JSON; see `unpacked`."""
+        """The fields as JSON; see `unpacked`."""
         return [self.key, self.offsets, self.sizes, self.whole, str(self.dtype).removeprefix("torch.")]
 
     @classmethod
     def unpacked(cls, packed: Sequence[Any]) -> Piece:
-        """Raises TypeError or ValueError for what is none."""
+        """The piece with these packed fields. Raises TypeError or ValueError if they are wrong."""
         key, offsets, sizes, whole, dtype = packed
         return cls(str(key), tuple(offsets), tuple(sizes), tuple(whole), _dtype(dtype))
 
@@ -112,7 +116,7 @@ class Piece:
 
     @classmethod
     def own(cls, key: str, tensor: torch.Tensor) -> Piece:
-        """A tensor that belongs to this rank alone, or the part that it holds."""
+        """The piece of a tensor that belongs to this rank alone: the part that this process has of it."""
         local = local_tensor(tensor)
         return cls(key, (0,) * local.dim(), tuple(local.shape), tuple(local.shape), local.dtype)
 
@@ -143,32 +147,32 @@ def _dtype(name: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Layout:
-    """The entries that this rank writes, and their places in the slot."""
+    """The entries that this rank writes, and their positions in the slot."""
 
     file: Image
     """The image that goes to the disk."""
     beside: Image | None
     """The image that only this node's memory needs, because another node writes it to the disk."""
     keys: tuple[tuple[str, str], ...]
-    """Name of the entry and key of the tensor, of all entries but the text."""
+    """Name of the entry and key of the tensor, of all entries except the text."""
     replicas: tuple[ReplicaGroup, ...] = ()
-    """What other ranks hold as well, by the ranks that do."""
+    """The tensors that other ranks have as well, by groups of ranks."""
 
     @cached_property
     def images(self) -> list[tuple[int, Image]]:
-        """The one or two images, and where in the slot each begins."""
+        """The one or two images, each with its offset in the slot in bytes."""
         if self.beside is None:
             return [(0, self.file)]
         return [(0, self.file), (-(-self.file.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, self.beside)]
 
     @cached_property
     def size_bytes(self) -> int:
+        """The size of both images in the slot."""
         begin, last = self.images[-1]
         return begin + last.size_bytes
 
     def views(self, memory: memoryview) -> dict[str, torch.Tensor]:
-        """The places of the entries in this memory, as tensors of their own type and shape; the text is not among
-        them."""
+        """The entries in this memory, as tensors of their type and shape that share it; the text is not among them."""
         return {
             entry.name: _view(memory, begin + image.spans[entry.name].start, entry)
             for begin, image in self.images
@@ -186,10 +190,10 @@ def _view(memory: memoryview, at: int, entry: TensorEntry) -> torch.Tensor:
 
 
 def local_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """What this rank holds of these tensors; of sharded ones by torch's planner."""
+    """The pieces that this rank has of these tensors; those of sharded ones come from torch's planner."""
     pieces: list[Piece] = []
     for key, tensor in tensors.items():
-        if type(tensor) in (torch.Tensor, nn.Parameter):  # 80,000 items of torch's take seconds
+        if type(tensor) in (torch.Tensor, nn.Parameter):  # torch's planner would take seconds for 80,000 of these
             shape = tuple(tensor.shape)
             pieces.append(Piece(key, (0,) * len(shape), shape, shape, tensor.dtype))
             continue
@@ -202,7 +206,7 @@ _Index = tuple[str, tuple[int, ...]]
 
 
 def _holders(held: Sequence[Sequence[Piece]]) -> dict[_Index, tuple[Piece, list[int]]]:
-    """Each piece once, and the ranks that hold it; the largest first. ShardingError."""
+    """Each piece once, with the ranks that have it; the largest first. Raises ShardingError."""
     found: dict[_Index, tuple[Piece, list[int]]] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:
@@ -223,8 +227,8 @@ def _kind(piece: Piece) -> str:
 def _deal(
     holders: Mapping[_Index, tuple[Piece, list[int]]], world: int, lowest: Collection[_Index]
 ) -> list[set[_Index]]:
-    """What each rank writes, in order of rank: each piece once, to that rank of those that hold it which has least so
-    far. `lowest`: the first rank that holds it writes it."""
+    """The pieces that each rank writes, in order of rank. Each piece is written once, by that of its ranks which has to
+    write the fewest bytes so far. `lowest`: pieces that the first of their ranks writes."""
     dealt: list[set[_Index]] = [set() for _ in range(world)]
     size = [0] * world
     for index, (piece, ranks) in holders.items():
@@ -235,9 +239,9 @@ def _deal(
 
 
 def _check_whole(holders: Mapping[_Index, tuple[Piece, list[int]]], world: int) -> None:
-    """By torch's planner, once for each piece. Raises ShardingError when a part is missing or overlaps."""
+    """Let torch's planner check the pieces, each once. Raises ShardingError if a part is missing, or parts overlap."""
     sharded = {piece.key for piece, _ in holders.values() if not piece.is_whole}
-    items: list[list[WriteItem]] = [[] for _ in range(max(world, 2))]  # of one plan alone it checks less
+    items: list[list[WriteItem]] = [[] for _ in range(max(world, 2))]  # the planner checks a single plan less strictly
     for piece, ranks in holders.values():
         if piece.key in sharded:
             items[ranks[0]].append(_write_item(piece))
@@ -265,21 +269,24 @@ def _write_item(piece: Piece) -> WriteItem:
 
 @dataclass(frozen=True)
 class WriteShare:
-    """One rank's part of a plan: numbers of its pieces."""
+    """One rank's part of a plan. Pieces are given by their numbers in the rank's list."""
 
     disk: list[int]
-    """It writes these to the disk."""
+    """The pieces that the rank writes to the disk."""
     beside: list[int]
-    """Only its node's memory needs these."""
+    """The pieces that only the memory of the rank's node needs."""
     replicas: list[tuple[list[int], list[int]]]
-    """Ranks, this one among them, that hold the same pieces, and these."""
+    """Groups of ranks, this one among them, that have the same pieces; each with these pieces."""
 
 
 def assign(
     held: Sequence[Sequence[Piece]], nodes: Sequence[str], loose: Sequence[Collection[int]] = ()
 ) -> list[WriteShare]:
-    """By rank, what it writes. `loose`: by rank, numbers of its pieces that may differ between the ranks that have
-    them: the first of these ranks writes all of them, so that they belong together. Raises ShardingError."""
+    """The share of each rank, in order of rank. Raises ShardingError.
+
+    `held`: the pieces of each rank. `nodes`: the node of each rank. `loose`: for each rank the numbers of its pieces
+    that may differ between the ranks that have them: the first of these ranks writes all of them, so that they belong
+    together."""
     holders = _holders(held)
     _check_whole(holders, len(held))
     free = {(pieces[n].key, pieces[n].offsets) for pieces, some in zip(held, loose, strict=False) for n in some}
@@ -301,7 +308,7 @@ def _share_of(
     free: set[_Index],
 ) -> WriteShare:
     share = WriteShare([], [], [])
-    alike: dict[tuple[int, ...], list[int]] = {}
+    replicas: dict[tuple[int, ...], list[int]] = {}
     for number, piece in enumerate(pieces):
         index = (piece.key, piece.offsets)
         if index in disk:
@@ -309,23 +316,23 @@ def _share_of(
         if index in beside:
             share.beside.append(number)
         if len(ranks := holders[index][1]) > 1 and index not in free:
-            alike.setdefault(tuple(ranks), []).append(number)
-    share.replicas.extend((list(ranks), numbers) for ranks, numbers in sorted(alike.items()))
+            replicas.setdefault(tuple(ranks), []).append(number)
+    share.replicas.extend((list(ranks), numbers) for ranks, numbers in sorted(replicas.items()))
     return share
 
 
 def _deal_beside(
     held: Sequence[Sequence[Piece]], ranks: Sequence[int], disk: Sequence[set[_Index]], beside: list[set[_Index]]
 ) -> None:
-    """What none of a node's ranks writes to the disk: each piece once, to that one of those that hold it which has
-    least so far."""
-    there = set().union(*(disk[rank] for rank in ranks))
+    """Divide the pieces that none of a node's ranks writes to the disk. Each piece is written once, by that of its
+    ranks which has to write the fewest bytes so far."""
+    on_disk = set().union(*(disk[rank] for rank in ranks))
     holders: dict[_Index, list[int]] = {}
     wanted: dict[_Index, Piece] = {}
     for rank in ranks:
         for piece in held[rank]:
             index = (piece.key, piece.offsets)
-            if index not in there:
+            if index not in on_disk:
                 wanted.setdefault(index, piece)
                 holders.setdefault(index, []).append(rank)
     size = dict.fromkeys(ranks, 0)
@@ -343,10 +350,11 @@ def plan(
     text_bytes: int,
     loose: Collection[str] = (),
 ) -> Layout:
-    """Agree with all ranks on what each of them writes. All ranks call it. Raises ShardingError.
+    """Agree with all ranks on the pieces that each of them writes; all ranks call this. Raises ShardingError.
 
-    `shared`: tensors that are sharded or replicated; `own`: this rank's own, which it writes itself; `loose`: names of
-    shared tensors that may differ between the ranks that hold them.
+    `node`: a key of this rank's node. `shared`: tensors that are sharded or replicated. `own`: this rank's own tensors,
+    which it writes itself. `text_bytes`: room for the text. `loose`: names of shared tensors that may differ between
+    the ranks that have them.
     """
     pieces = local_pieces(shared)
     free = [number for number, piece in enumerate(pieces) if piece.key in loose]
@@ -359,10 +367,11 @@ def plan(
             shares = [[each.disk, each.beside, each.replicas] for each in found]
         except ShardingError as error:
             shares = [str(error)] * peers.world
-    word = peers.tell_each(shares)
-    if isinstance(word, str):
-        raise ShardingError(word)
-    mine, beside = ([pieces[number] for number in numbers] for numbers in word[:2])
+
+    share = peers.scatter(shares)
+    if isinstance(share, str):
+        raise ShardingError(share)
+    mine, beside = ([pieces[number] for number in numbers] for numbers in share[:2])
     mine += [Piece.own(key, tensor) for key, tensor in own.items()]
     file = image_of(mine, text_bytes)
     return Layout(
@@ -370,7 +379,7 @@ def plan(
         image_of(beside, 0) if beside else None,
         tuple((piece.name, piece.key) for piece in (*mine, *beside)),
         tuple(
-            ReplicaGroup(tuple(ranks), tuple(pieces[number].key for number in numbers)) for ranks, numbers in word[2]
+            ReplicaGroup(tuple(ranks), tuple(pieces[number].key for number in numbers)) for ranks, numbers in share[2]
         ),
     )
 
@@ -385,20 +394,20 @@ def image_of(pieces: Sequence[Piece], text_bytes: int) -> Image:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of this tensor that this process holds."""
+    """The part of this tensor that this process has."""
     return torch_private.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
-class Places:
-    """The places of a layout's entries in a slot."""
+class EntryViews:
+    """A layout's entries in a slot, as tensors that share its memory."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         self._views = views
         self._kinds = [(view.dtype, view.shape) for view in views]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Copy each tensor into its place; complete when this returns. Returns False, without copying, if they do not
-        fit."""
+        """Copy each tensor into its entry; the copies are complete when this returns. Returns False, without copying,
+        if they do not fit."""
         sources = []
         for (dtype, shape), tensor in zip(self._kinds, tensors, strict=True):
             local = torch_private.local_part(tensor) if isinstance(tensor, DTensor) else tensor

@@ -8,7 +8,7 @@
 
 A save costs the training one copy of this rank's part into a slot, and a message to rank 0 over the store while it has
 no other work: the plan is made once, and the saver writes to the disk (snapshots/saver_client.py). Only the main thread
-talks to other ranks, and only in these methods, which every rank calls equally often.
+exchanges messages with other ranks, and only in these methods, which every rank calls equally often.
 
 Knows when, what and where to save; state.py, sharding.py, save.py and resuming.py know how.
 """
@@ -44,8 +44,8 @@ from holdfast.train.guards import same_loss, watch
 from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
-from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
-from holdfast.train.save import Pruner, Saving
+from holdfast.train.resuming import Resumed, Resumer
+from holdfast.train.save import Pruner, SaveRules, Saving
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.changes import Keep
@@ -53,6 +53,7 @@ from holdfast.train.snapshots.in_process import open_tier
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.state import Tracker, TrainState
+from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
 
@@ -64,14 +65,15 @@ __all__ = ["Keep", "Resumed", "SnapshotOptions", "Snapshots", "TrainState"]
 
 @dataclass(frozen=True)
 class SnapshotOptions:
-    """How a job with snapshots is run. Nothing here changes what is trained. Raises IntervalError."""
+    """Options for the run of a job with snapshots. None of them changes what is trained. Raises IntervalError."""
 
     fresh_ok: bool = False
-    """Whether `resume()` may return None where the folder has only unfinished or damaged snapshots."""
+    """Whether `resume()` may return None if the folder has only unfinished or damaged snapshots."""
     failed_saves_max: int = 5
-    """Saves to the disk that fail in a row until all ranks raise. Fewer are a warning of rank 0's."""
+    """All ranks raise after this number of failed saves to the disk in a row. Until then rank 0 warns."""
     exit_on_stop: bool = True
-    """Leave with exit code 0 when the launcher asks to stop and all is saved. False: `Snapshots.stopping` is set."""
+    """Whether the process leaves with exit code 0 when the launcher asks to stop and all is saved. False:
+    `Snapshots.stopping` is set."""
     suspect_within_steps: int | None = None
     """A failure that repeats, or a loss that is not finite, within this number of steps after `resume()` makes the
     snapshot suspect. None: the interval of snapshots, at least 3; 0: never."""
@@ -79,12 +81,12 @@ class SnapshotOptions:
     """The number of restarts in a row that may fail before the job's best step. Then it ends with exit code 93. None:
     any number."""
     staging_folder: str | os.PathLike[str] | None = None
-    """With a URL: a local folder through which the saver uploads, so that memory is free sooner."""
+    """A local folder through which the saver uploads to a URL, so that memory is free sooner. None: no such folder."""
     copies_bytes_per_s: float | None = None
-    """With `copies=1`: bytes per second that a node may send. None: no limit."""
+    """Bytes per second that a node may send with `copies=1`. None: no limit."""
     replicas_differ: bool = False
-    """True: ranks may have different values of a parameter (local SGD), and a snapshot has those of the first rank that
-    has it. False: that is an error, at each save to the disk."""
+    """Whether ranks may have different values of a parameter (local SGD); a snapshot then has those of the first rank
+    that has it. False: that is an error, at each save to the disk."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
@@ -94,22 +96,25 @@ class SnapshotOptions:
         self.patience(None)
 
     def patience(self, interval_steps: int | None) -> Patience:
-        """`interval_steps`: between snapshots, if that is known."""
+        """The limits for lives without progress. `interval_steps`: steps between two snapshots; None: not known."""
         return Patience.of(self.suspect_within_steps, interval_steps, self.restarts_without_progress)
 
 
 class Snapshots:
     """The snapshots of one job in one folder, which all its ranks see, or under the URL of an object store.
 
-    folder        made when it is not there; one job at a time. Or s3://bucket/run, gs://, az://, any URL of fsspec
-    every         how often to the disk: "5min", "500 steps" (s, min, h, d, steps); None: only by save() and when asked
-                  to stop
-    memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
+    folder        a path, made if it is missing, for one job at a time; or s3://bucket/run, gs://, az://, any URL of
+                  fsspec
+    every         interval of saves to the disk: "5min", "500 steps" (s, min, h, d, steps); None: only by save() and
+                  when asked to stop
+    memory_every  steps from one copy in memory to the next; None: only states that go to the disk are in memory
     keep          which snapshots stay on the disk; None: all
-    copies        1: states in memory are also sent to another node, so that a lost node costs no way back to the disk
-    options       SnapshotOptions: how the job is run, not what is trained
+    copies        1: states in memory are also sent to another node, so that after the loss of a node the job goes on
+                  from memory
+    options       SnapshotOptions
 
-    Raises IntervalError, RetentionError, SnapshotURLError. A context manager; otherwise closed as the process ends."""
+    Use it as a context manager; otherwise it is closed when the process ends. Raises IntervalError, RetentionError,
+    SnapshotURLError."""
 
     def __init__(
         self,
@@ -127,7 +132,7 @@ class Snapshots:
         self._options = options
         self._stage = "" if options.staging_folder is None else os.path.abspath(options.staging_folder)
         self.stopping = False
-        """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
+        """Whether the launcher asked to stop and everything is on the disk: the script leaves with exit code 0."""
         check_options(memory_every, keep, copies)
         interval = Interval.of(every)
         self._schedule = Schedule(interval, memory_every)
@@ -142,14 +147,14 @@ class Snapshots:
         if every is not None:
             self._tracker.state._finish = self._save_the_last
         self._durable_epoch = 0
-        """In which the newest state on the disk is: 1 when that is the end of epoch 0."""
+        """Epoch of the newest state on the disk; 1 means that epoch 0 was completed."""
         self._unsaved = ""
-        """Why the newest state that was to go to the disk is not there."""
+        """The reason why the newest state that was to go to the disk is not there; empty: it is."""
         self._used = False
-        """step() or save() was called."""
+        """Whether step() or save() was called."""
         self._pending = PendingGradients()
         self._save_wanted = False
-        """`holdfast save` has asked for one, and gradients were pending since then."""
+        """Whether `holdfast save` has asked for a save, and gradients were pending since then."""
         self._passes: ContinuedPasses | None = None
         self._untracked: UntrackedData | None = None
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
@@ -161,16 +166,20 @@ class Snapshots:
         self._taken: TakenFolder | None = None
         self._pruner: Pruner | None = None
         self._closed = False
-        self._process = 0  # whose these are, once they are open
-        self._until_first_step: list[Callable[[], object]] = []  # ends of what only that needs
-        self._survivor: Survivor | None = None  # while the training function runs in `ht.survive`
+        self._process = 0
+        """Pid of the process that has opened them; 0: not opened yet. A forked child has another one."""
+        self._until_first_step: list[Callable[[], object]] = []
+        """Functions that are called after the first step: they end what only that step needs."""
+        self._survivor: Survivor | None = None
+        """The survivor while the training function runs in `ht.survive`; None: it does not."""
         self._survival_said = False
+        """Whether the line about `ht.survive` was printed."""
         self._not_survived = ""
-        """Why a loss is not survived any more, though it was at first."""
+        """The reason why a loss is not survived any more, though it was at first; empty: there is none."""
 
     @property
     def state(self) -> TrainState:
-        """Step, epoch, `epochs()`: what `track` returns."""
+        """The counters of the training, which `track` returns: step, epoch, `epochs()`."""
         return self._tracker.state
 
     @property
@@ -186,15 +195,15 @@ class Snapshots:
 
     @property
     def _current_tier(self) -> Tier | None:
-        """The one that was opened, or what took its place when there was no room for it."""
+        """The tier that was opened, or the one that replaced it when there was no room."""
         return self._opened if self._saving is None else self._saving.tier
 
     # --- what is saved ------------------------------------------------------------------------------------------------
 
     def track(self, *unnamed: Any, **objects: Any) -> TrainState:
-        """Save and restore these: modules, their optimizers, anything with state_dict() and load_state_dict().
+        """Save and restore these objects: modules, their optimizers, anything with state_dict() and load_state_dict().
 
-        Random numbers and counters are saved as well. Comes before resume(). Raises TrackingError.
+        Random numbers and counters are saved as well. Call it before resume(). Raises TrackingError.
         """
         if unnamed:
             raise TrackingError("track() takes names, which go into the snapshot: track(model=…, optimizer=…)")
@@ -203,21 +212,22 @@ class Snapshots:
         before = len(self._tracker.optimizers)
         self._tracker.add(objects)
         for model in self._tracker.models:
-            watch(model)  # again does nothing
+            watch(model)  # a second call for the same model does nothing
         for optimizer in self._tracker.optimizers[before:]:
             self._pending.watch(optimizer)
         if self._passes is None:
             self._passes = ContinuedPasses(self._tracker.others.values)
-        if self._untracked is None and self._schedule.within_epochs:  # on top of it: it goes first
+        # It replaces the same function of torch as the line above, and has to be called before that.
+        if self._untracked is None and self._schedule.within_epochs:
             self._untracked = UntrackedData(self._tracker.others.values)
         return self.state
 
     def _position_is_kept(self) -> None:
-        """A trainer skips the batches that are trained: its loader need not be tracked."""
-        self._stop_looking_at_data()
+        """Note that a trainer skips the batches that are trained: its loader need not be tracked."""
+        self._stop_watching_data()
         self._schedule.within_epochs = False
 
-    def _stop_looking_at_data(self) -> None:
+    def _stop_watching_data(self) -> None:
         if self._untracked is not None:
             self._untracked.stop()
 
@@ -226,18 +236,19 @@ class Snapshots:
     def resume(
         self, *, strict: bool = True, only: Iterable[str] | None = None, optional: Iterable[str] = ()
     ) -> Resumed | None:
-        """Go on from the newest state that every rank can load; None when nothing was ever saved here.
+        """Go on from the newest state that every rank can load; None: nothing was ever saved here.
 
-        Every rank calls it, once, after `track` and before the first step. What is tracked has to be what was saved:
+        Every rank calls it, once, after `track` and before the first step. The tracked objects have to be those that
+        were saved:
 
-        strict    False: tensors and objects that are on one side only are named in a warning, and no error
-        only      restore these objects alone (fine-tuning), and step, epoch and random numbers. The next save
-                  is whole: a restart with the same `only` restores all of it
-        optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not
-                  fit: an average of the weights that was added later, the loader of a dataset that has grown
+        strict    False: tensors and objects that are on one side only are named in a warning, and are no error
+        only      restore these objects alone (fine-tuning), with step, epoch and random numbers. The next save has
+                  everything: a restart with the same `only` restores all of it
+        optional  objects that keep their initial state, with a warning, if the snapshot lacks them or they do not fit:
+                  an average of the weights that was added later, the loader of a dataset that has grown
 
-        Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is
-        tracked does not fit what was saved. Ends the process with exit code 93 for want of progress.
+        Raises NoValidSnapshotError if there are only remains of saves (unless `fresh_ok`), StateMismatchError if the
+        tracked objects do not fit the snapshot. Ends the process with exit code 93 for lack of progress.
         """
         choice = Choice.of(strict, only, optional)
         if self._closed:
@@ -249,6 +260,7 @@ class Snapshots:
         if is_replacement():
             with self._closed_by_failure():
                 return self._resume_from_survivors()
+
         with self._closed_by_failure():
             peers, tier = self._open()
             assert self._taken is not None
@@ -257,19 +269,20 @@ class Snapshots:
                 folder_id=self._taken.folder_id,
             )
             resumed = resumer.run()
+
         self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
         saving = self._begin(peers, tier)
         if resumer.adopted is not None:
-            self._settle(saving, resumer.adopted)
+            self._copy_adopted(saving, resumer.adopted)
         else:
             saving.take_ahead()
         return resumed
 
     @contextlib.contextmanager
     def _closed_by_failure(self) -> Iterator[None]:
-        """A rank that cannot begin gives the folder back."""
+        """Close everything after an error in the block: a rank that cannot begin gives the folder back."""
         try:
             yield
         except BaseException:
@@ -277,14 +290,15 @@ class Snapshots:
                 self._abandon()
             raise
 
-    def _settle(self, saving: Saving, adopted: Saved) -> None:
-        """In the background, beside the first batch; the first optimizer step waits for it."""
-        saving.settle(adopted)
+    def _copy_adopted(self, saving: Saving, adopted: Saved) -> None:
+        """Copy the pages of the state that was in memory, in the background, during the first batch; the first
+        optimizer step waits for that."""
+        saving.copy_adopted(adopted)
         for each in self._tracker.optimizers:
-            self._until_first_step.append(each.register_step_pre_hook(lambda *_: saving.await_settled()).remove)
+            self._until_first_step.append(each.register_step_pre_hook(lambda *_: saving.await_copied()).remove)
 
     def _open(self) -> tuple[Peers, Tier]:
-        """The other ranks, the memory, and the folder for this job alone."""
+        """Find the other ranks, open the memory, and take the folder for this job alone."""
         if not self._tracker.names():
             raise TrackingError("nothing is tracked: call track(model=…, optimizer=…) first")
         peers = self._peers = Peers.of_this_process()
@@ -293,6 +307,7 @@ class Snapshots:
         return peers, tier
 
     def _open_tier(self, rank: int, world: int) -> Tier:
+        """Open the memory."""
         remote = isinstance(self.path, RemotePath)
         stage, copies = self._stage if remote else "", self._copies_wanted
         tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=stage, copies=copies)
@@ -302,8 +317,8 @@ class Snapshots:
         return tier
 
     def _take_folder(self, peers: Peers, *, lost: int = 0) -> TakenFolder:
-        """Rank 0 gets the folder's lease, also a `lost` one, and looks after retention; all learn how the saver writes
-        what only memory has."""
+        """Take the folder; all ranks call this. Rank 0 gets the lease, and begins retention. `lost`: the number of a
+        lease whose owner was lost."""
         self._taken = taken = take_folder(self.path, peers, self._lease, lost)
         self._lease = taken.lease
         if self._copies is not None:
@@ -315,34 +330,35 @@ class Snapshots:
     # --- other worlds: see survival.py ------------------------------------------------------------------------------
 
     def _resume_from_survivors(self) -> Resumed:
-        from holdfast.train.survival import join  # imports this module's users
+        from holdfast.train.survival import join  # imported here: it imports modules that import this one
 
         step = join(self)
         assert self._peers is not None
         return Resumed(step, "survivors", self._peers.world)
 
     def _go_on(self, peers: Peers, generation: int, schedule: Sequence[int], durable: Sequence[Any]) -> None:
-        """This process is one of the ranks of this generation now, and has their state."""
+        """Save as one of the ranks of this generation from now on. `schedule`, `durable`: see survival.RankReport."""
         self._peers = peers
         if self._lease is not None and peers.rank:  # it is rank 0's
             self._lease.release()
             self._lease = self._pruner = None
-        # The lease is free, or its owner is lost.
-        lost = max(peers.share(0 if self._taken is None else self._taken.number))
+        # The newest lease was given back, or its owner is lost: the new rank 0 need not wait for it.
+        lost = max(peers.all_gather(0 if self._taken is None else self._taken.number))
         tier = self._open_tier(peers.rank, peers.world) if self._saving is None else None  # a replacement
-        rescue = self._take_folder(peers, lost=lost).rescue
+        taken = self._take_folder(peers, lost=lost)
         if tier is not None:
             self._begin(peers, tier)
         assert self._saving is not None
-        self._saving.regroup(peers, generation, rescue, self._lease)
+        self._saving.regroup(peers, generation, taken)
         self._schedule.follow(schedule)  # all ranks save at the same steps
         self._durable_epoch, self._unsaved = durable
         self._pending.begin_again()
-        self._save_wanted = False  # a replacement does not know of it
-        if self._copies is not None:  # the world's next loss finds this step
+        self._save_wanted = False  # equal on all ranks: a replacement does not know of the request
+        if self._copies is not None:  # saved and copied at once, for another loss before the next save
             self._save(self._saving, durable=False)
 
     def _begin(self, peers: Peers, tier: Tier) -> Saving:
+        """Begin to count steps, and make the object that saves."""
         assert self._taken is not None
         if self._life is None:
             self._life = OwnLife(self.path)
@@ -351,13 +367,10 @@ class Snapshots:
         self._schedule.start(step)
         self._clock.start(step, time.monotonic())
         self._watch_optimizers()
-        rescue, clock, failed_max = self._taken.rescue, self._clock, self._options.failed_saves_max
-        saving = Saving(
-            *(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies),
-            replicas_differ=self._options.replicas_differ,
-            folder_id=self._taken.folder_id,
+        rules = SaveRules(
+            self._options.failed_saves_max, self._options.replicas_differ, read_back=self._keep is not None
         )
-        self._saving, saving.retention = saving, self._keep is not None
+        self._saving = saving = Saving(self._tracker, peers, tier, self._clock, self._taken, rules, self._copies)
         return saving
 
     def _watch_optimizers(self) -> None:
@@ -377,35 +390,39 @@ class Snapshots:
 
         self._until_first_step.append(look)
 
-    def _begun(self) -> Saving:
-        """The object that saves. Without resume() a new run begins here, if there is nothing to resume from."""
+    def _saving_or_begin(self) -> Saving:
+        """The object that saves. Without resume() a new run begins here. Raises TrackingError if there is something to
+        resume from."""
         if self._closed:
             raise TrackingError("these snapshots are closed")
         if self._saving is None:
             with self._closed_by_failure():
                 peers, tier = self._open()
-                if not peers.tell(self._may_begin_anew() if peers.rank == 0 else None):
+                if not peers.broadcast(self._may_begin_new_run() if peers.rank == 0 else None):
                     raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
             return self._begin(peers, tier)
         return self._saving
 
-    def _may_begin_anew(self) -> bool:
-        """Beside good snapshots it would be lost: the next resume() takes them, and retention its steps."""
+    def _may_begin_new_run(self) -> bool:
+        """Whether a new run may begin in this folder. Beside good snapshots its work would be lost: the next resume()
+        takes those, and retention deletes its own, which have smaller steps."""
         found = folders.survey(self.path)
         return found.fresh or (self._options.fresh_ok and not found.committed and not found.suspects)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def step(self, **metrics: Any) -> None:
-        """A step is complete: once per batch, at the end of the loop's body, on every rank. Saves when it is time.
+        """Count a complete step, and save if that is due. Call it once per batch, at the end of the loop's body, on
+        every rank.
 
-        Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
-        optimizer step are pending (pending.py) nothing is saved; what was due is saved after it. When the launcher
-        asks to stop, everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong
-        in the background is reported to all ranks in the next save: a warning, or, after `failed_saves_max` of
-        them in a row or when another job has taken the folder, a SnapshotError on all of them at the same step.
+        Metrics (numbers, or tensors of one number) go into the snapshot; `Keep(best=…)` compares them. While gradients
+        of an optimizer step are pending (pending.py) nothing is saved; a save that was due is made after that step.
+        When the launcher asks to stop, everything is saved and the process leaves with exit code 0 (see
+        `exit_on_stop`). An error in the background is reported to all ranks in the next save. It is a warning; after
+        `failed_saves_max` failures in a row, or when another job has taken the folder, it is a SnapshotError on all
+        ranks at the same step.
         """
-        saving = self._begun()
+        saving = self._saving_or_begin()
         self._used = True
         self.state.step += 1
         self._tracker.note_trained()
@@ -413,31 +430,33 @@ class Snapshots:
             self._beat()
         worker.at_step(self.state.step)
         self._metrics = metrics
-        self._look(saving)
+        self._check_background(saving)
+
         stepped = self._pending.stepped or not self._tracker.optimizers
         pending = self._pending.at_step()
         if pending is WherePending.EVERYWHERE:
             return
         if pending is WherePending.NONE:
             self._complete(metrics, stepped=stepped)
+
         # Every rank does the rest at the same calls, whatever it knows of its gradients: see pending.py.
-        if worker.should_stop():  # not where ranks only regroup: see survival.py
+        if worker.should_stop():  # False if the ranks only regroup: see survival.py
             self._drain(saving, pending=pending is WherePending.HERE)
             return
         self._save_if_due(saving, pending=pending is WherePending.HERE)
 
     def _complete(self, metrics: Mapping[str, Any], *, stepped: bool) -> None:
-        """An optimizer step is complete on this rank. It waits for no other one."""
-        if self._life is not None:  # also when a scaler has skipped the optimizer's step
+        """Do what belongs to the end of an optimizer step on this rank. It waits for no other rank."""
+        if self._life is not None:  # also if a scaler has skipped the optimizer's step
             self._life.losses.step(self.state.step, metrics, stepped=stepped)
         if self._untracked is not None and self._untracked.at_step():
             self._note_untracked_data()
-        while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
+        while self._until_first_step:  # the hooks cannot remove themselves: torch iterates over them while they run
             self._until_first_step.pop()()
         if self._survivor is not None:
             self._survivor.at_boundary()
         if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:
-            same_loss(metrics[self._keep.best[0]])  # the guard: rank 0's value decides for all
+            same_loss(metrics[self._keep.best[0]])  # warns if the ranks' values differ: that of rank 0 decides for all
 
     def _note_untracked_data(self) -> None:
         if self._survivor is not None:
@@ -456,22 +475,23 @@ class Snapshots:
         step, schedule = self.state.step, self._schedule
         self._save_wanted |= worker.should_save()
         durable = self._save_wanted or schedule.durable_due(step)
-        if not durable and schedule.look_due(step):
-            durable, schedule.look_at = saving.ask(step)
+        if not durable and schedule.ask_due(step):
+            durable, schedule.ask_at = saving.ask(step)
         if durable or schedule.memory_due(step):
             self._save(saving, durable=durable, pending=pending)
         elif not saving.planned:
             saving.plan_ahead(pending=pending)
 
     def save(self, *, wait: bool = False) -> None:
-        """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
+        """Save to the disk now; every rank calls it. After its return, the end of this process does not prevent the
+        save.
 
-        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike, and
-        TrackingError between the optimizer's step and step()."""
+        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks, and TrackingError
+        between the optimizer's step and step()."""
         if self._pending.stepped:
             self._tracker.check_counted()
-        saving = self._begun()
-        self._look(saving)
+        saving = self._saving_or_begin()
+        self._check_background(saving)
         self._save(saving, durable=True, demanded=True)
         if wait:
             self._wait(saving)
@@ -484,27 +504,27 @@ class Snapshots:
             raise
 
     def _save_the_last(self) -> None:
-        """All epochs are trained, on every rank."""
+        """Save the last state, unless the disk has it: all epochs are trained, on every rank."""
         newest = (self._schedule.durable_step, self._durable_epoch)
         if self._saving is not None and ((self.state.step, self.state.epoch) != newest or self._unsaved):
             self._save_epoch()
 
     def _save_epoch(self) -> None:
         if not self._closed:
-            self._save(self._begun(), durable=True)
+            self._save(self._saving_or_begin(), durable=True)
 
     def _save(self, saving: Saving, *, durable: bool, demanded: bool = False, pending: bool = False) -> bool:
-        """`pending`: gradients are, on this rank. Returns False if nothing is saved yet, since they are on some rank:
-        what was due stays due."""
+        """Save. `pending`: gradients are pending on this rank. Returns False if nothing is saved yet, since gradients
+        are pending on some rank: the save stays due."""
         self._used = True
         if durable and self._life is not None and not pending:
-            self._life.losses.settle()
+            self._life.losses.read_all()
         done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded, pending=pending)
         if done.postponed:
             return False
         self._save_wanted = False
-        if done.look_at:
-            self._schedule.look_at = done.look_at
+        if done.ask_at:
+            self._schedule.ask_at = done.ask_at
         self._schedule.saved(self.state.step, done.durable or (durable and bool(done.failure)))
         self._unsaved = "" if done.durable else done.failure or self._unsaved
         if done.durable:
@@ -514,8 +534,8 @@ class Snapshots:
         return True
 
     def _drain(self, saving: Saving, *, pending: bool) -> None:
-        """Asked to stop: all ranks are here, after the same step. If gradients are pending, all come here again after
-        the next one: `should_stop()` stays True."""
+        """Save and leave, as the launcher asks: all ranks call this after the same step. If gradients are pending, all
+        call it again after the next step, since `should_stop()` stays True."""
         if not self._save(saving, durable=True, demanded=True, pending=pending):
             return
         self._wait(saving)
@@ -523,27 +543,27 @@ class Snapshots:
         if self._options.exit_on_stop:
             raise SystemExit(0)
 
-    def _look(self, saving: Saving) -> None:
-        """Whether something went wrong in the background, and whether old snapshots can go."""
-        saving.look()
+    def _check_background(self, saving: Saving) -> None:
+        """Gather errors of the background, and delete old snapshots if that is due."""
+        saving.gather_errors()
         if self._pruner is not None:
             self._pruner.check(saving.tier)
 
     @property
-    def _is_child_s(self) -> bool:
-        """A copy in a forked child: lease and saver are its parent's."""
+    def _is_in_child(self) -> bool:
+        """Whether this is a copy in a forked child: lease and saver belong to its parent."""
         return self._process not in (0, os.getpid())
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the folder. What went wrong in the background is raised here.
+        """Wait for saves that are being written, and give the folder back. Errors of the background are raised here.
 
-        Steps that are in memory alone are written by the saver. May be called again."""
-        if self._closed or self._is_child_s:
+        Steps that are only in memory are written by the saver. It may be called again."""
+        if self._closed or self._is_in_child:
             return
         self._closed = True
-        self._put_hooks_back()
+        self._remove_hooks()
         if self._pending.stepped and not self._used:
             warnings.warn(
                 "holdfast: the optimizer has stepped and snaps.step() was never called: nothing was saved.\n"
@@ -566,42 +586,43 @@ class Snapshots:
                     if cause is None:
                         raise
                     raise cause from None
-                if self._pruner is not None:  # not after an error: it would wait for what was never written
+                if self._pruner is not None:  # not after an error: it would wait for a snapshot that was not written
                     self._pruner.finish()
 
-    def _put_hooks_back(self) -> None:
-        self._stop_looking_at_data()
+    def _remove_hooks(self) -> None:
+        self._stop_watching_data()
         if self._passes is not None:
             self._passes.stop()
-        while self._until_first_step:  # hooks of a training that made no step
+        while self._until_first_step:  # they are left if no step was made
             self._until_first_step.pop()()
         atexit.unregister(self._at_exit)
 
     def _raise_unsaved(self, tier: Tier) -> None:
-        """Raise what went wrong, unless a later save has made it good."""
+        """Raise an error of the background, unless a later save has made it good."""
         if self._saving is not None:
-            self._saving.look()
-            for error in self._saving.troubles:
+            self._saving.gather_errors()
+            for error in self._saving.errors:
                 raise error
             if self._unsaved:
                 raise SnapshotWriteError(f"the newest state is not on the disk: {self._unsaved}")
         tier.check()
 
     def _abandon(self, error: BaseException | None = None) -> None:
-        """After an error: wait for nothing, and have the saver write what memory is ahead."""
-        if self._is_child_s:
+        """Close everything after an error, without any wait: the saver writes states that are only in memory."""
+        if self._is_in_child:
             return
         if self._life is not None and error is not None:
             self._life.failed(error, self.state.step)
         self._closed = True
-        self._put_hooks_back()
+        self._remove_hooks()
         if self._current_tier is not None:
             self._current_tier.close(ahead=True)
         if self._lease is not None:
             self._lease.release()
 
     def _at_exit(self) -> None:
-        """The interpreter has shown what ended the program."""
+        """Close everything at the interpreter's exit. If an exception ended the program, the interpreter has printed it
+        and left it in `sys.last_value`."""
         if (error := getattr(sys, "last_value", None)) is not None:
             self._abandon(error)
         else:

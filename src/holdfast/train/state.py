@@ -1,10 +1,11 @@
-"""What is saved and restored: models, optimizers, everything else with a state_dict, random numbers, counters.
+"""The state that is saved and restored: models, optimizers, everything else with a state_dict, random numbers,
+counters.
 
-There are three kinds of things. Tensors of models and optimizers are *shared*: sharded or replicated over the
-ranks, each piece saved once. All other state is a rank's *own*: it comes back to the same rank, or, in another world,
-to the ranks that take its place (rank modulo the old world). What is no tensor goes as text (codec.py).
+Tensors of models and optimizers are *shared*: sharded or replicated over the ranks, and each piece is saved once. All
+other state is a rank's *own*: it comes back to the same rank, or, in another world, to the ranks whose number modulo
+the old world is that rank's. State that is not in tensors is saved as text (state_codec.py).
 
-How models and optimizers are taken apart is in tracked.py.
+tracked.py takes models and optimizers apart.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Collected:
     shared: dict[str, torch.Tensor]
     own: dict[str, torch.Tensor]
     text: bytes
-    """Of this rank; changes with every step."""
+    """This rank's state that is not in tensors; it changes with every step."""
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """Of the shared tensors."""
+    """The roles of the shared tensors, by name."""
 
     @property
     def buffers(self) -> set[str]:
@@ -67,11 +68,11 @@ class Collected:
         return {name for name, role in self.roles.items() if role is Role.BUFFER}
 
     def trained(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those of these shared tensors that training changes."""
+        """The tensors among these shared ones that training changes."""
         return trained({name: self.shared[name] for name in names}, self.roles)
 
     def signature(self) -> tuple[Any, ...]:
-        """Equal as long as a layout holds, and the tensors' shapes and types stay the same."""
+        """A value that is equal as long as a layout is valid, if the tensors' shapes and types stay the same."""
         sharded = [(key, each.placements) for key, each in self.shared.items() if isinstance(each, DTensor)]
         return (list(self.shared), list(self.own), sharded)
 
@@ -81,28 +82,29 @@ class Restored:
     """Result of a restore on one rank."""
 
     world_then: int
+    """The number of ranks that saved the state."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Optional objects that did not take their state, and why."""
+    """Optional objects that did not take their state, with the errors."""
     before: dict[str, Any] = field(default_factory=dict)
-    """States that optional objects had."""
+    """The initial states of optional objects."""
     orders: list[Order] = field(default_factory=list)
-    """Of the gradients, by DDP module; empty: the snapshot does not tell."""
+    """The order of the gradients of each DDP module; empty: the snapshot has none."""
     seed: str = ""
-    """From which the random numbers of another world are made; empty: in a world of the same size they are restored."""
+    """The seed of the random numbers in a world of another size; empty: the size is the same, and they are restored."""
     equal: list[str] | None = None
-    """The random generators that were in the same state on all ranks whose states are here; None: those of one rank
-    are."""
+    """The random generators that were in the same state on all ranks whose states are available; None: only one rank's
+    state is."""
 
 
 @dataclass
 class _Parts:
-    """Models and optimizers, taken apart. While they consist of the same objects this holds: training waits for each
-    save, and to name hundreds of tensors again takes a millisecond.
+    """Models and optimizers, taken apart. It is valid as long as they consist of the same objects: training waits for
+    each save, and to name hundreds of tensors again takes a millisecond.
     """
 
     keys: list[list[str]]
     live: list[Any]
-    """All that they consist of."""
+    """All objects of which they consist."""
     tensors: dict[str, torch.Tensor]
     roles: dict[str, Role]
     tied: dict[str, str]
@@ -111,7 +113,8 @@ class _Parts:
 
 
 _UNCHANGING = (torch.Tensor, str, int, float, type(None))
-"""What stays what it is while it is the same object; a tensor's values are read when it is copied."""
+"""Types whose objects need not be read again as long as they are the same; a tensor's values are read when it is
+copied."""
 
 
 def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -119,26 +122,27 @@ def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class TrainState:
-    """Where training is: what `track` returns."""
+    """The position of the training. `track` returns it."""
 
     def __init__(self) -> None:
         self.step = 0
-        """Calls of `Snapshots.step()` in all lives of this job."""
+        """The number of calls of `Snapshots.step()` in all lives of this job."""
         self.epoch = 0
+        """The number of the current epoch, from 0."""
         self._follow: Callable[[int], None] = lambda _epoch: None
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
         self._only = ""
-        """What of another run was restored, step and epoch with it: `resume(only=…)`."""
+        """The objects that were restored from another run, with step and epoch (`resume(only=…)`); empty: all were."""
 
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
 
-        What stands after the loader's loop runs again after a resume from a state that was saved before its end; with
+        Code after the loader's loop runs again if a resume goes on from a state that was saved before its end. With
         `save` the state is saved to the disk after each epoch's body, and a resume from there goes on with the next
-        epoch. After the last one the state is saved, if `every` says that anything is: what comes next may need the
-        whole training.
+        epoch. After the last epoch the state is saved, unless `every` is None: the code that follows may need the
+        complete training.
         """
         if self._only and self.epoch >= count:
             warnings.warn(
@@ -162,8 +166,8 @@ class TrainState:
 
 
 def _refuse_fsdp1(name: str, module: nn.Module) -> None:
-    """Its parameters are flat pieces of many, and their names and state come only by collectives: a save would stall
-    for gathering the whole model. FSDP2 has neither.
+    """Raise TrackingError for FSDP1. Its parameters are flat pieces of many, whose names and state come only by
+    collectives: for each save training would wait until the whole model is gathered. FSDP2 needs neither.
     """
     if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
         raise TrackingError(
@@ -173,7 +177,8 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
 
 
 def _checked(model: TrackedModel) -> TrackedModel:
-    """Check it now, so that the error does not come at the first save."""
+    """The model, after a try of its `state_dict()`: so the error does not come at the first save. Raises
+    TrackingError."""
     try:
         model.live()
     except TypeError as error:
@@ -185,7 +190,7 @@ def _checked(model: TrackedModel) -> TrackedModel:
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
-    """Refuse now what no save can do."""
+    """Raise TrackingError for an optimizer that cannot be saved."""
     if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
         raise TrackingError(
             f"track({name}=…): ZeroRedundancyOptimizer is not supported: each rank has a part of its state.\n"
@@ -206,7 +211,7 @@ def _check_takes_nothing(name: str, state_dict: Callable[..., Any]) -> None:
     except TypeError as error:
         raise TrackingError(f"track({name}=…): its state_dict() has to work without arguments: {error}") from error
     except ValueError:
-        return  # no signature to be had, as of some compiled functions
+        return  # some compiled functions have no signature
 
 
 @dataclass
@@ -224,11 +229,12 @@ class Tracker:
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
     chosen: tuple[str, ...] | None = None
-    """This life was begun with these objects alone of a snapshot (`resume(only=…)`); what it saves says so, and is
-    whole."""
+    """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
+    contain all objects, and these names."""
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """Raises TrackingError for objects that cannot be tracked and for a name that is already used."""
+        """Track these objects, by name. Raises TrackingError for objects that cannot be tracked, and for a name that is
+        already used."""
         for name, each in objects.items():
             if "/" in name or name in self.names():
                 raise TrackingError(f"track({name}=…): the name is taken, or has a slash")
@@ -267,11 +273,11 @@ class Tracker:
 
     @functools.cached_property
     def reducers(self) -> Reducers:
-        """Of the models; once all of them are tracked."""
+        """The reducers of the models. It is called when all of them are tracked."""
         return Reducers(self.models)
 
     def regroup(self, rank: int, world: int) -> None:
-        """Loaders, samplers and whatever else follows the world go on as this rank of another world."""
+        """Let loaders, samplers and all other followers go on as this rank of another world."""
         for each in self.followers().values():
             each.regroup(rank, world)
 
@@ -286,7 +292,7 @@ class Tracker:
             each.load_state_dict(positions[name])
 
     def followers(self) -> dict[str, Any]:
-        """What follows the world, by name: loaders, samplers, and data of the script's own with
+        """The objects that follow the world, by name: loaders, samplers, and data of the script's own with
         `regroup(rank, world)`."""
         return {name: each for name, each in self.others.items() if callable(getattr(each, "regroup", None))}
 
@@ -299,7 +305,7 @@ class Tracker:
             )
 
     def note_trained(self) -> None:
-        """The batch in the loop's body is trained: loaders count it."""
+        """Let loaders count the batch in the loop's body as trained."""
         self._resumed = {}
         for each in self.others.values():
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
@@ -314,7 +320,8 @@ class Tracker:
                 follow(epoch)
 
     def _count_batches(self) -> tuple[int, int]:
-        """Batches left in this epoch and of a whole one; zeros unless there is one loader that is trained on."""
+        """The number of batches left in this epoch, and that of a whole one; zeros unless exactly one loader is the
+        training's."""
         loaders = [each for each in self.others.values() if getattr(each, "_resumable", False)]
         return (loaders[0].remaining, len(loaders[0])) if len(loaders) == 1 else (0, 0)
 
@@ -342,7 +349,7 @@ class Tracker:
         return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles)
 
     def _parts(self, encoder: codec.Encoder) -> _Parts:
-        """Models and optimizers, taken apart; as they were the last time, if they consist of the same objects."""
+        """Models and optimizers, taken apart; the parts of the last time, if they consist of the same objects."""
         states = [each.live() for each in self._models]
         keys = [list(each) for each in states]
         live = [*chain.from_iterable(each.values() for each in states)]
@@ -355,13 +362,13 @@ class Tracker:
             each.name: each.collect(state, shared, encoder) for each, state in zip(self._models, states, strict=True)
         }
         optimizers = {each.name: each.collect(shared, encoder) for each in self._optimizers}
-        still = not any(models.values()) and all(isinstance(each, _UNCHANGING) for each in live)
-        if still:
+        unchanging = not any(models.values()) and all(isinstance(each, _UNCHANGING) for each in live)
+        if unchanging:
             optimizers = {
                 name: {part: codec.ready(tree) for part, tree in parts.items()} for name, parts in optimizers.items()
             }
         parts = _Parts(keys, live, shared.tensors, shared.roles, shared.tied, models, optimizers)
-        self._kept = parts if still else None
+        self._kept = parts if unchanging else None
         return parts
 
     def _kinds(self) -> dict[str, str]:
@@ -373,8 +380,8 @@ class Tracker:
         }
 
     def compare(self, saved: Saved, rank: int, choice: Choice, world: int = 0) -> Compared:
-        """How the snapshot fits the tracked objects: input of `tracked.together`. `world`: number of ranks that it is
-        restored on; 0: each rank gets the state of a rank in its place."""
+        """The differences between the snapshot and the tracked objects: input of `tracked.together`. `world`: the
+        number of ranks on which it is restored; 0: as many as saved it."""
         text = text_of(saved, rank)
         there = {name for part in ("models", "optimizers", "others") for name in text[part]}
         whole = choice.only is None or text.get("only") == sorted(choice.only)
@@ -399,8 +406,8 @@ class Tracker:
         return found
 
     def _compare_data(self, name: str, world_then: int, world: int, found: Compared) -> None:
-        """Data of a class that we do not know, with a position of each rank: in another world nobody knows which
-        samples are left. Also where all positions are equal: each may count the samples of its rank."""
+        """Note a problem with data of an unknown class, with a position of each rank: in another world it is not known
+        which samples are left. That is so even if all positions are equal: each may count the samples of its rank."""
         if world != world_then:
             found.problems[name] = (
                 f"{name} has a position for each of {world_then} ranks, and there are {world} now: samples would be "
@@ -425,7 +432,7 @@ class Tracker:
         return into
 
     def restore(self, saved: Saved, rank: int, world: int, filled: Mapping[str, torch.Tensor], fit: Fit) -> Restored:
-        """Give everything its state, after `filled` (the targets) were."""
+        """Give all objects their state. `filled`: the targets, which have their values already."""
         text = text_of(saved, rank)
         world_then: int = codec.expect(text.get("world"), int, "world")
         for model in self._models:
@@ -448,7 +455,8 @@ class Tracker:
                     if name not in fit.optional:
                         raise
                     done.refused[name] = str(error)
-        # What reads from a loader before the training begins does not change where it goes on.
+
+        # If a script reads from a loader before the training begins, the loader goes back to this position.
         self._resumed = {
             name: position_of(each) for name, each in self.followers().items() if hasattr(each, "_go_back")
         }
@@ -463,7 +471,7 @@ class Tracker:
         return done
 
     def state_in(self, saved: Saved, name: str) -> Any:
-        """The state of this object, which is neither a model nor an optimizer, in the image of one rank."""
+        """The state of this object, which is neither a model nor an optimizer, in an image of one rank."""
         return codec.decode(text_of(saved, 0)["others"][name], saved.fresh)
 
     def put_back(self, name: str, done: Restored) -> None:
@@ -474,15 +482,15 @@ class Tracker:
 
 
 def position_of(follower: Any) -> dict[str, Any]:
-    """Where it goes on: its state, without a batch in the loop's body that is not known to be trained. Only its own:
-    what a script's `state_dict` returns may change while the script goes on."""
+    """The position at which a follower goes on: its state, without a batch in the loop's body that is not known to be
+    trained. The state of a script's own object is copied: what its `state_dict` returns may change later."""
     ours: Callable[[], dict[str, Any]] | None = getattr(follower, "_trained_position", None)
     return copy.deepcopy(follower.state_dict()) if ours is None else ours()
 
 
 def text_of(saved: Saved, rank: int) -> dict[str, Any]:
-    """The text that this rank continues from: that of its number, modulo the number of ranks at the save. Raises
-    ShardingError."""
+    """The text from which this rank continues: that of the rank with its number, modulo the number of ranks at the
+    save. Raises ShardingError."""
     texts = {text.get("rank"): text for text in saved.texts}
     if not texts:
         raise ShardingError("no rank's state is available")
@@ -500,7 +508,8 @@ def text_of(saved: Saved, rank: int) -> dict[str, Any]:
 
 
 def _merged(saved: Saved, text: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An optimizer's part, with the states of all parameters that any rank had (a pipeline's differ)."""
+    """An optimizer's part of the text, with the states of all parameters that any rank had: those of a pipeline
+    differ."""
     mine = codec.section(text["optimizers"], name)
     if not mine:
         raise ShardingError(f"the snapshot has nothing for {name}")

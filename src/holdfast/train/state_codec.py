@@ -1,4 +1,5 @@
-"""State that is no tensor, as JSON: written and read without pickle, exactly, or refused with the place named.
+"""State that is not in tensors, as JSON: it is written and read without pickle, and exactly, or refused with an error
+that names the value.
 
     None, bool, int, str, finite floats, lists      as JSON has them
     dicts whose keys are all text                   as JSON objects
@@ -6,10 +7,11 @@
                                                     dicts, sets, deques, complex numbers, torch's types, sizes,
                                                     devices, arrays, numpy's numbers, tensors, enums, named tuples
 
-A value comes back as the type that it was, or is refused; of other subclasses of plain types a warning says that they
-come back as the plain type. Classes of enums and named tuples are not imported: they are those of the running program.
+A value comes back as the type that it was, or is refused. Other subclasses of plain types come back as the plain type,
+with a warning. Classes of enums and named tuples are not imported: they are those of the running program.
 
-Tensors and numpy arrays leave the tree: it keeps their names, `Encoder.tensors` has them. Knows nothing of files.
+Tensors and numpy arrays are not in the tree: it has their names, and `Encoder.tensors` has them. Knows nothing of
+files.
 """
 
 from __future__ import annotations
@@ -31,22 +33,23 @@ from holdfast.protocol.errors import SnapshotDamagedError, StateTypeError
 
 DEPTH_MAX = 100
 PATH_CHARACTERS_MAX = 300
-"""Of a place in a message."""
+"""Limit of a value's path in a message."""
 INTEGER_BITS_MAX = 2000
-"""As decimals; Python refuses to read or write numbers of many digits so. Larger ones are hexadecimal."""
+"""Limit of an integer that is written in decimals: Python refuses to read or write more digits. Larger ones are
+hexadecimal."""
 ARRAY_KINDS = "biufcSUmM"
-"""Of numpy's arrays: items of a fixed size that are no objects and have no fields."""
+"""The kinds of numpy's arrays that can be saved: items of a fixed size that are no objects and have no fields."""
 _KIND = "$"
 
 
 class Encoder:
-    """Turns trees of plain values into what `json` writes."""
+    """Turns trees of plain values into trees for `json`."""
 
     def __init__(self, prefix: str = "") -> None:
-        """`prefix` stands before the names of tensors."""
+        """`prefix`: the beginning of the names of tensors."""
         self._prefix = prefix
         self.tensors: dict[str, torch.Tensor] = {}
-        """What the trees refer to, by name."""
+        """The tensors to which the trees refer, by name."""
 
     def encode(self, value: Any, path: str) -> Any:
         """The tree for JSON. Raises StateTypeError with the path of the value that cannot be stored."""
@@ -98,12 +101,12 @@ class Encoder:
             return {f"${kind.__name__}": str(value).removeprefix("torch.")}
         if kind is defaultdict and value.default_factory in _FACTORIES:
             return {"$defaultdict": [_FACTORIES.index(value.default_factory), self._dict(dict(value), path, depth)]}
-        if _class_at(_place_of(kind)) is kind:
+        if _class_at(_path_of_class(kind)) is kind:
             if isinstance(value, Enum) and value.name in kind.__members__:
                 plain = value.value if type(value.value) in (int, str) else None
-                return {"$enum": [_place_of(kind), value.name, plain]}
+                return {"$enum": [_path_of_class(kind), value.name, plain]}
             if _is_named(kind):
-                return {"$named": [_place_of(kind), self._encode(tuple(value), path, depth)]}
+                return {"$named": [_path_of_class(kind), self._encode(tuple(value), path, depth)]}
         return self._foreign(value, path, depth)
 
     def _foreign(self, value: Any, path: str, depth: int) -> Any:
@@ -138,10 +141,10 @@ class Encoder:
 
 
 def check_storable(path: str, tensor: torch.Tensor) -> None:
-    """Raises StateTypeError for a tensor that is not an array of items, or whose name is not a string."""
+    """Raise StateTypeError for a tensor that is not an array of items, or whose name cannot be encoded."""
     kind = ""
     if torch.nn.parameter.is_lazy(tensor):
-        kind = "lazy"  # until its module has seen a batch
+        kind = "lazy"  # it has no shape until its module has seen a batch
     elif tensor.is_nested:
         kind = "nested"
     elif tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -156,24 +159,25 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
 
 
 _FACTORIES = (None, int, float, str, bool, list, dict, set, tuple)
-"""Of defaultdicts, by their number in a saved state."""
+"""The factories of defaultdicts that can be saved; a saved state has the index in this list."""
 _PLAIN: tuple[type, ...] = (dict, list, tuple, str, int, float, bytes, bytearray)
 
 
 def _as_plain(plain: type, value: Any) -> Any:
     if plain in (dict, list, tuple):
         return plain(value)
-    # Their own methods: a subclass may have others.
+    # The methods of the plain types: a subclass may have others.
     return {str: str.__str__, int: int.__int__, float: float.__float__}.get(plain, plain)(value)
 
 
-def _place_of(kind: type) -> str:
+def _path_of_class(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _class_at(place: str) -> Any:
-    """The class of this name in the running program, or None. Imports nothing and calls nothing."""
-    module, _, name = place.partition(":")
+def _class_at(path: str) -> Any:
+    """The class with this path (`_path_of_class`) in the running program; None: it has none. This imports nothing and
+    calls nothing."""
+    module, _, name = path.partition(":")
     found: Any = sys.modules.get(module)
     for each in name.split("."):
         found = getattr(found, each, None)
@@ -185,17 +189,17 @@ def _is_named(kind: Any) -> bool:
 
 
 def _instance(kind: str, content: Any, get: _Gets) -> Any:
-    place, what = content[:2]
+    path, what = content[:2]
     if kind == "$named":
         what = _decode(what, get)
     if get.plain:
         return what if kind == "$named" else what if content[2] is None else content[2]
-    found = _class_at(place)
+    found = _class_at(path)
     if kind == "$enum" and isinstance(found, EnumType) and what in found.__members__:
         return found[what]
     if kind == "$named" and _is_named(found) and len(what) == len(found._fields):
         return tuple.__new__(found, what)
-    raise StateTypeError(f"the saved state has a {place.replace(':', '.')}, which this program has not (or not so)")
+    raise StateTypeError(f"the saved state has a {path.replace(':', '.')}, which this program has not (or not so)")
 
 
 def _number(content: Any, *, plain: bool) -> Any:
@@ -230,11 +234,12 @@ class _Gets(NamedTuple):
 
 
 def decode(tree: Any, tensor: Get, array: Get | None = None, *, plain: bool = False) -> Any:
-    """The value again; `tensor` gives the tensor of a name, `array` (if it is another) the one that a numpy array is
-    made of.
+    """The value of this tree. `tensor` gives the tensor of a name; `array` gives the one of which a numpy array is
+    made; None: `tensor` does.
 
-    `plain`: for another program, which lacks the classes of this one's enums and named tuples, and may load without
-    pickle: plain values instead. SnapshotDamagedError for a tree that is none of ours."""
+    `plain`: return plain values instead of enums and named tuples, for another program, which lacks their classes, and
+    may load without pickle. Raises SnapshotDamagedError for a tree that no Encoder has made; StateTypeError for a class
+    that this program does not have."""
     return _decode(tree, _Gets(tensor, array or tensor, plain))
 
 
@@ -301,17 +306,17 @@ def _array(content: Any, tensor: Get) -> Any:
 
 
 def dumps(tree: Any) -> bytes:
-    """An encoded tree as text. By msgspec, which takes a tenth of the time of `json`: training waits for it."""
+    """An encoded tree as text. msgspec makes it, in a tenth of the time of `json`: training waits for this."""
     try:
         return msgspec.json.encode(tree)
     except UnicodeEncodeError:
-        # Names of files that are not UTF-8 have halves of surrogate pairs in Python; json.loads takes them so.
+        # Names of files that are not UTF-8 contain halves of surrogate pairs in Python, which json.loads accepts.
         text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=loads)
         return text.encode(errors="surrogatepass")
 
 
 def ready(tree: Any) -> msgspec.Raw:
-    """An encoded tree, serialised once; other trees may contain it."""
+    """An encoded tree that is serialised once; other trees may contain it."""
     return msgspec.Raw(dumps(tree))
 
 

@@ -1,11 +1,11 @@
-"""Snapshots for those who call torch.distributed.checkpoint themselves: its StorageWriter and StorageReader.
+"""Snapshots for scripts that call torch.distributed.checkpoint themselves: its StorageWriter and StorageReader.
 
     dcp.save(state_dict, storage_writer=ht.SnapshotWriter("runs/a", step=120))
     dcp.load(state_dict, storage_reader=ht.SnapshotReader("runs/a"))
 
-The planner deals and finds the pieces, whichever planner it is; files, digests and the commit are those of all
-snapshots (docs/internals/snapshot-format.md). What is no tensor is stored as JSON (codec.py). The reader also takes
-what `Snapshots` has saved, under the names that `dcp.save` would give: `model.<fqn>`,
+The planner of the call, of any class, divides and finds the pieces; files, digests and the commit are those of all
+snapshots (docs/internals/snapshot-format.md). State that is not in tensors is stored as JSON (state_codec.py). The
+reader also reads snapshots of `Snapshots`, under the names that `dcp.save` would give: `model.<fqn>`,
 `optimizer.state.<fqn>.<what>`, `optimizer.param_groups.0.lr`, `step`.
 """
 
@@ -42,31 +42,32 @@ from holdfast.protocol.errors import (
 from holdfast.train import state_codec as codec
 from holdfast.train import torch_private
 from holdfast.train.reading import Saved, opened
-from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
+from holdfast.train.sharding import OWN, TEXT, EntryViews, Layout, Piece, image_of
 from holdfast.train.snapshots import changes
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.folder import Snapshot
 from holdfast.train.snapshots.layout import FolderKind, check_step, parse_name
-from holdfast.train.snapshots.remote import Place, absolute
+from holdfast.train.snapshots.remote import Location, absolute
 
 _T = TypeVar("_T")
 
 FORMAT = "dcp"
-"""In a rank's text: the state is one of `dcp.save`, not of `Snapshots`."""
+"""The format in a rank's text that means a state of `dcp.save`, not of `Snapshots`."""
 PATHS = "dcp_paths"
-"""In the manifest's metadata: where in the nested state each name belongs, for who has no state dict to fill."""
+"""Name in the manifest's metadata: the path of each name in the nested state, for a load without a state dict to fill.
+"""
 
 
 class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not followed
-    """Has `torch.distributed.checkpoint.save` write a snapshot: whole or not at all, with digests, without pickle.
+    """Lets `torch.distributed.checkpoint.save` write a snapshot: complete or not at all, with digests, without pickle.
 
-    folder   the snapshot folder, which all ranks see; made when it is not there. Or the URL of an object store
-    step     of the training; saved once more, it becomes the newer attempt of the same step
+    folder   the snapshot folder, which all ranks see, made if it is missing; or the URL of an object store
+    step     the step of the training; a second save of it is the newer attempt of the same step
     metrics  numbers that go into the manifest, for `Keep(best=…)`
 
-    It takes no lease: beside a running job's `Snapshots` use another folder. Raises SnapshotWriteError, StateTypeError;
-    torch wraps what a rank raises into a CheckpointException on all ranks, and nothing is committed then.
+    It takes no lease: during a job with `Snapshots` use another folder. Raises SnapshotWriteError, StateTypeError;
+    torch wraps the error of a rank in a CheckpointException on all ranks, and then nothing is committed.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         self.path = absolute(folder)
         self.step = step
         self.metrics = dict(metrics or {})
-        self.committed: Place | None = None
-        """Rank 0, after the save: the committed folder."""
+        self.committed: Location | None = None
+        """The committed folder, on rank 0 after the save; None before, and on other ranks."""
         self._request: SaveRequest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """`checkpoint_id`: the snapshot folder, if it is another one now."""
+        """Prepare for another save. `checkpoint_id`: the snapshot folder, if it is another one now."""
         self.committed = self._request = None
         if checkpoint_id is not None:
             self.path = absolute(checkpoint_id)
@@ -93,7 +94,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Rank 0: make the attempt folder, and give each rank its request."""
+        """Make the attempt folder, and give each rank its request. torch calls this on rank 0."""
         number = changes.begin(self.path, self.step)
         requests = [SaveRequest(str(self.path), self.step, number, rank, len(plans)) for rank in range(len(plans))]
         self._request = requests[0]
@@ -109,12 +110,12 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         try:
             changes.write_rank(request, _put_together(plan, planner, request))
         except BaseException:
-            changes.abandon(request)  # nobody will call `finish`
+            changes.abandon(request)  # torch does not call `finish` after an error
             raise
         return _done([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
-        """Rank 0, when all ranks have written: commit."""
+        """Commit. torch calls this on rank 0, when all ranks have written."""
         assert self._request is not None
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
         self.committed = changes.commit(replace(self._request, metadata={"metrics": self.metrics, PATHS: paths}))
@@ -146,7 +147,7 @@ def _put_together(plan: SavePlan, planner: SavePlanner, request: SaveRequest) ->
     memory[: len(image.header)] = image.header
     memory[image.spans[TEXT]] = text
     views = Layout(image, None, ()).views(memory)
-    if not Places([views[piece.name] for piece, _ in tensors]).fill([tensor for _, tensor in tensors]):
+    if not EntryViews([views[piece.name] for piece, _ in tensors]).fill([tensor for _, tensor in tensors]):
         raise ShardingError("the planner gives tensors of other shapes or types than it has planned")
     return memory
 
@@ -162,40 +163,41 @@ def _look_up(planner: SavePlanner, index: MetadataIndex) -> Any:
 
 
 class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not followed
-    """Has `torch.distributed.checkpoint.load` read a committed snapshot, on any number of ranks; every byte is checked.
+    """Lets `torch.distributed.checkpoint.load` read a committed snapshot, on any number of ranks. Every byte is
+    checked.
 
     path  a committed snapshot (`runs/a/step_000000120.0001`), or a snapshot folder (`runs/a`): then the newest in it
-    step  the newest of this step
+    step  the step of the snapshot; None: any
 
-    Raises NoValidSnapshotError when there is none, SnapshotDamagedError, SnapshotGoneError, SnapshotVersionError.
-    State of a `Snapshots` that differs between the ranks (random numbers, a tracked object's) is rank 0's.
+    State of a `Snapshots` that differs between the ranks (random numbers, a tracked object's) is that of rank 0. Raises
+    NoValidSnapshotError when there is none, SnapshotDamagedError, SnapshotGoneError, SnapshotVersionError.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None) -> None:
         self.path = absolute(path)
         self.snapshot = _find(self.path, step)
-        """What is read."""
+        """The snapshot that is read."""
         self._step = step
         self._files = contextlib.ExitStack()
         self._saved = Saved(())
         self._objects: dict[str, Any] = {}
-        """By name: what is no tensor, still encoded when `dcp.save` wrote it."""
+        """The values that are not tensors, by name; those of `dcp.save` are still encoded."""
         self._aliases: dict[str, str] = {}
-        """Names of tensors, if they are not those in the files."""
+        """The keys of tensors in the files, by the names that torch's planner knows."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """`checkpoint_id`: another snapshot, or another folder."""
+        """Prepare for another load. `checkpoint_id`: another snapshot, or another folder."""
         self.close()
         if checkpoint_id is not None:
             self.path = absolute(checkpoint_id)
             self.snapshot = _find(self.path, self._step)
 
     def close(self) -> None:
-        """Close the files; a load that came to its end has done so."""
+        """Close the files. A load that came to its end has closed them."""
         self._files.close()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """torch's description of what there is. Opens the files: from here on retention takes nothing away."""
+        """torch's description of the snapshot. It opens the files: from now on retention cannot remove them."""
         self.close()
         self._saved = self._files.enter_context(opened(self.snapshot))
         try:
@@ -217,9 +219,9 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
         return Metadata(described, planner_data=paths)
 
     def _describe_tracked(self) -> dict[str, tuple[Any, ...]]:
-        """Of a snapshot that `Snapshots` made. Returns where each name belongs."""
+        """Describe a snapshot that `Snapshots` made. Returns the path of each name in the nested state."""
         keys: dict[int, str] = {}
-        stand_ins: list[torch.Tensor] = []  # each has to live as long as its id is looked up
+        stand_ins: list[torch.Tensor] = []  # kept, because their identities are the keys of `keys`
 
         def stand_in(key: str) -> torch.Tensor:
             shape, dtype = self._saved.whole_shape(key) or ((), torch.uint8)
@@ -239,12 +241,12 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Rank 0: say which snapshot it is. Each rank looks for the newest by itself, and one may have become that
-        between."""
+        """Add the snapshot to the plans; torch calls this on rank 0. Each rank has looked for the newest by itself, and
+        they may have found different ones: `read_data` compares."""
         return [replace(plan, storage_data=str(self.snapshot.path)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan wants. SnapshotDamagedError."""
+        """Fill the tensors of the plan. Raises SnapshotDamagedError, SnapshotGoneError."""
         if plan.storage_data != str(self.snapshot.path):
             raise SnapshotGoneError(f"rank 0 reads {plan.storage_data}, this rank {self.snapshot.path}: load again")
         tensors = []
@@ -259,7 +261,7 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
         return _done(None)
 
     def _pickled(self, name: str) -> io.BytesIO:
-        """An object as planners take it. The pickle is made here, from JSON: none comes from the disk."""
+        """An object in the form that planners take. The pickle is made here, from JSON: none comes from the disk."""
         value = self._objects[name]
         if is_dcp(self._saved):
             value = codec.decode(value, self._saved.fresh)
@@ -275,19 +277,19 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
 
 
 def _done(result: _T) -> Future[_T]:
-    """torch expects a future."""
+    """The result as a future, which torch expects."""
     done: Future[_T] = Future()
     done.set_result(result)
     return done
 
 
 def is_dcp(saved: Saved) -> bool:
-    """Whether `dcp.save` made it, not `Snapshots`."""
+    """Whether `dcp.save` has made the snapshot, not `Snapshots`."""
     return any(text.get("format") == FORMAT for text in saved.texts)
 
 
 def load_nested(snapshot: Snapshot, saved: Saved) -> dict[str, Any]:
-    """The state dict that was given to `dcp.save`, whole tensors. SnapshotError."""
+    """The state dict that was given to `dcp.save`, with whole tensors. Raises SnapshotError."""
     flat: dict[str, Any] = {key: saved.fresh(key) for key in saved.pieces if not key.startswith(OWN)}
     for text in saved.texts:
         flat.update({name: codec.decode(each, saved.fresh) for name, each in text["objects"].items()})
@@ -300,8 +302,8 @@ def _paths(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(path) for name, path in snapshot.manifest.metadata.get(PATHS, {}).items()}
 
 
-def _find(path: Place, step: int | None) -> Snapshot:
-    """The snapshot at, or the newest in this folder. SnapshotError."""
+def _find(path: Location, step: int | None) -> Snapshot:
+    """The snapshot at this path, or the newest in this folder. Raises SnapshotError."""
     named = parse_name(path.name)
     if named is not None and named.kind is FolderKind.COMMITTED:
         return folders.inspect(path)
@@ -320,7 +322,7 @@ def _find(path: Place, step: int | None) -> Snapshot:
 
 
 def load_all(saved: Saved) -> dict[str, Any]:
-    """The whole state, whole tensors. SnapshotError."""
+    """The whole state, with whole tensors. Raises SnapshotError."""
     tensors: dict[str, torch.Tensor] = {}
     same: dict[int, torch.Tensor] = {}
     for key, pieces in saved.pieces.items():
@@ -333,28 +335,29 @@ def load_all(saved: Saved) -> dict[str, Any]:
 
 
 def assembled(saved: Saved, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
-    """`tensor` gives what stands for a tensor of this name, `array` the bytes of a numpy array."""
-    told = min(saved.texts, key=lambda text: int(text["rank"]))
+    """The whole state as nested dicts. `tensor` gives the value for a tensor of this name, `array` the bytes of a numpy
+    array."""
+    text = min(saved.texts, key=lambda each: int(each["rank"]))
     keys = [key for key in saved.pieces if not key.startswith(OWN)]
-    state: dict[str, Any] = {"step": told["step"], "epoch": told["epoch"]}
-    for name, rest in codec.section(told, "models").items():
+    state: dict[str, Any] = {"step": text["step"], "epoch": text["epoch"]}
+    for name, rest in codec.section(text, "models").items():
         prefix = f"{name}."
         state[name] = {key.removeprefix(prefix): tensor(key) for key in keys if key.startswith(prefix)}
         state[name].update({fqn: codec.decode(value, tensor, array, plain=True) for fqn, value in rest.items()})
-    for name in codec.section(told, "optimizers"):
+    for name in codec.section(text, "optimizers"):
         state[name] = _optimizer(saved, name, tensor, array)
-    for name, tree in codec.section(told, "others").items():
+    for name, tree in codec.section(text, "others").items():
         state[name] = codec.decode(tree, tensor, array, plain=True)
     return state
 
 
 def _optimizer(saved: Saved, name: str, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
-    """As torch's get_optimizer_state_dict has it: by names of parameters."""
+    """The state of an optimizer by names of parameters, like that of torch's get_optimizer_state_dict."""
     state: dict[str, Any] = {}
     groups: list[Any] = []
     for text in saved.texts:
-        told = codec.section(codec.section(text, "optimizers"), name)
-        for fqn, rest in codec.section(told, "state").items():
+        part = codec.section(codec.section(text, "optimizers"), name)
+        for fqn, rest in codec.section(part, "state").items():
             if fqn not in state:
                 state[fqn] = {
                     what: tensor(f"{name}.state.{fqn}.{what}")
@@ -364,6 +367,6 @@ def _optimizer(saved: Saved, name: str, tensor: codec.Get, array: codec.Get) -> 
                 }
         groups = groups or [
             {**codec.decode(group, tensor, array, plain=True), "params": params}
-            for group, params in zip(told.get("groups", []), told.get("params", []), strict=True)
+            for group, params in zip(part.get("groups", []), part.get("params", []), strict=True)
         ]
     return {"state": state, "param_groups": groups}

@@ -4,8 +4,8 @@
 
 FD is one end of a SOCK_SEQPACKET socketpair. Each packet, JSON {"generation": G} with one listening socket attached,
 replaces the store that is served by a fresh one on that socket; the old one's clients are disconnected. A packet
-without a socket only ends the old one. Answers: {"ready": G} or {"failed": G, "text": why}, one packet each. The
-process ends when the other side is gone. It persists over generations: only the first one pays for loading torch.
+without a socket only ends the old one. The answer is one packet: {"ready": G} or {"failed": G, "text": why}. The
+process ends when the other side is gone. It goes on over generations: only the first one waits for torch to load.
 
 Standard library and torch only: this file imports nothing of holdfast.
 """
@@ -26,9 +26,8 @@ PACKET_BYTES_MAX = 4096
 
 
 def load_store_class() -> Any:
-    """torch's TCPStore: straight from its C library where that works, for it takes a fifth of the time and less memory.
-
-    Raises ImportError when there is no torch.
+    """torch's TCPStore. It is loaded from torch's C library alone if that works, which takes a fifth of the time and
+    less memory. Raises ImportError when there is no torch.
     """
     if "torch" in sys.modules:  # forked from the fork server
         return importlib.import_module("torch.distributed").TCPStore
@@ -38,7 +37,7 @@ def load_store_class() -> Any:
     if os.environ.get("HOLDFAST_STORE_FULL_TORCH") != "1":
         try:
             return _load_c_library_alone(spec)
-        except Exception:  # noqa: BLE001 - another torch than we know: load it as everybody does, in a fresh process
+        except Exception:  # noqa: BLE001 - an unknown version: import torch the ordinary way, in a fresh process
             os.environ["HOLDFAST_STORE_FULL_TORCH"] = "1"
             os.execv(sys.executable, [sys.executable, "-u", *sys.argv])
     from torch.distributed import TCPStore
@@ -48,7 +47,7 @@ def load_store_class() -> Any:
 
 def _load_c_library_alone(spec: ModuleSpec) -> Any:
     folder = os.path.dirname(str(spec.origin))
-    # Empty packages in place of torch's, so that importing the C library inside does not run torch/__init__.py.
+    # Empty packages instead of torch's, so that the import of the C library inside does not run torch/__init__.py.
     for name, path in (("torch", [folder]), ("torch.distributed", [])):
         package = ModuleType(name)
         package.__path__ = path
@@ -61,13 +60,13 @@ def _load_c_library_alone(spec: ModuleSpec) -> Any:
 
 
 def serve(control: socket.socket) -> None:
-    """Answer one message after the other until the other side is gone."""
+    """Handle one packet after the other until the other side is gone."""
     store_class: Any = None
     served: list[Any] = []
     fault = ""
     try:
         store_class = load_store_class()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the agent has to hear of it
+    except Exception as error:  # noqa: BLE001 - whatever it is, the agent gets it as the answer
         fault = f"{type(error).__name__}: {error}"
     while True:
         data, fds, _flags, _address = socket.recv_fds(control, PACKET_BYTES_MAX, 1)
@@ -88,7 +87,7 @@ def serve(control: socket.socket) -> None:
 
 
 def _open_store(store_class: Any, fd: int) -> Any:
-    """A store on a socket that already listens, and which it owns from here on."""
+    """A store on a socket that already listens, and that the store owns from now on."""
     with socket.socket(fileno=os.dup(fd)) as listening:
         port = listening.getsockname()[1]
         host = "127.0.0.1" if listening.family == socket.AF_INET else "localhost"
@@ -96,5 +95,5 @@ def _open_store(store_class: Any, fd: int) -> Any:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # our folder, whose files must not stand in for somebody's modules
+    del sys.path[0]  # our folder: its files must not hide modules with the same names
     serve(socket.socket(fileno=int(sys.argv[1])))

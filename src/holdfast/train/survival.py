@@ -9,19 +9,20 @@
 
     train()
 
-When another rank is lost, the function is left by an exception and called again; everything that was made before it is
-kept. In between, the rank forms a new process group with the ranks that are left (group.regroup), and all of them agree
-on the newest step that one of them has completed. A rank that has not completed it, and a rank that joins, take the
-state from one that has.
+When another rank is lost, the function is left by an exception and called again; everything that was made before the
+call is kept. In between, the rank forms a new process group with the ranks that are left (group.regroup), and all of
+them agree on the newest step that one of them has completed. A rank that has not completed it, and a rank that joins,
+take the state from one that has.
 
-What makes a rank's state good. A step ends in `snaps.step()`. From there on until the optimizer's next step nothing
-changes but what `Boundary` keeps: random numbers, buffers, the learning rate's schedule, a scaler, epoch and position
-in the data, and whatever else is tracked and has a `state_dict()`. So a rank that was interrupted anywhere in that time
-has completed its last step exactly. A rank that was interrupted later, between the optimizer's step and `snaps.step()`,
-or that has changed parameters before the optimizer's step, takes the state of another.
+A rank's state is clean if it is exactly that of a completed step. A step ends in `snaps.step()`. Between that and the
+optimizer's next step only such things change as `Boundary` keeps: random numbers, buffers, the learning rate's
+schedule, a scaler, epoch and position in the data, and all other tracked objects with a `state_dict()`. So a rank that
+was interrupted anywhere in that time has a clean state. A rank that was interrupted later, between the optimizer's step
+and `snaps.step()`, or that has changed parameters before the optimizer's step, takes the state of another.
 
-What cannot be carried over a loss is refused before the first step is complete, or `ht.survive` is a plain call: then a
-loss restarts all processes, as without it. One line at the start says which (`_say`), and carrying.py decides it.
+A program whose state cannot be carried over a loss gets an error before the first step is complete, or `ht.survive` is
+a plain call: then a loss restarts all processes, as without it. One line at the start says which (`_announce`);
+carrying.py decides it.
 
 Knows torch, the process group and the tracked objects. Knows nothing of nodes and agents: agent_channel.py talks to
 them.
@@ -51,7 +52,7 @@ from holdfast.train.accumulation import forget_pending
 from holdfast.train.agent_channel import AgentChannel, ChannelLostError, Go
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
-from holdfast.train.carrying import PlainCall, Why, check_function, surviving_mode, why_plain
+from holdfast.train.carrying import PlainCall, PlainCallReason, check_function, surviving_mode, why_plain
 from holdfast.train.group import LONE_EXIT_PATIENCE_S, ProcessGroup, open_group, regroup
 from holdfast.train.mistakes import SharedFacts
 from holdfast.train.own_objects import Digests, unknown_objects
@@ -72,24 +73,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NEWS_S = 5.0
-"""After an error of the process group: how long to wait for the news that a rank was lost. Without it the error is the
-program's own."""
+"""Limit of the wait for the news that a rank was lost, after an error of the process group. Without that news the error
+is the program's own."""
 COMPARE_STEPS_MAX = 20
-"""By this step of a generation the ranks' random numbers are compared. If not, they are taken to be each rank's own."""
+"""Limit of the steps of a generation in which the ranks' digests may arrive. If they have not, random numbers and
+objects count as each rank's own."""
 STOP_S = 60.0
-"""After this rank has refused to go on: how long it waits to be stopped."""
+"""Limit of the wait to be stopped, after this rank has refused to go on."""
 
 
 class Released(BaseException):
-    """Leaves the training function, which is then called again in another world."""
+    """The exception by which the training function is left; it is then called again in another world. No Exception:
+    the program's own handlers must not catch it."""
 
 
 def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a training function go on in this process when ranks are lost or join: it is called again.
 
-    `snaps`: what `track` was called on, after `resume()`. All that the function needs is made before it; its own
-    variables are lost. Between `resume()` and the function, and outside of `snaps.step()`'s loop, no rank may use the
-    process group. Where a loss cannot be survived (without holdfast's agent, with --survive off, for sharded models …)
+    `snaps`: the Snapshots that track the objects, after `resume()`. All that the function needs is made before it; its
+    own variables are lost. Between `resume()` and the function, and outside of `snaps.step()`'s loop, no rank may use
+    the process group. If a loss cannot be survived (without holdfast's agent, with --survive off, for sharded models …)
     it is a plain call. One line on rank 0's stderr says so, and why.
 
     Raises TrackingError without `resume()`, and for objects with a state that the function uses and that are not
@@ -99,7 +102,7 @@ def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def run(*arguments: P.args, **keywords: P.kwargs) -> T:
-            survivor = _of(snaps, function)
+            survivor = _survivor_of(snaps, function)
             if survivor is None:
                 return function(*arguments, **keywords)
             return survivor.run(functools.partial(function, *arguments, **keywords))
@@ -109,8 +112,8 @@ def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def _of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | None:
-    """None: it is a plain call."""
+def _survivor_of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | None:
+    """The survivor that calls the function; None: it is a plain call. Raises TrackingError."""
     if not snaps.resumed:
         raise TrackingError("ht.survive: call snaps.resume() before the training function")
     survivor = snaps._survivor
@@ -123,16 +126,16 @@ def _of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | None:
     why = why_plain(group, snaps._tracker)
     channel = AgentChannel.open() if why is None else None
     if why is None and channel is None:
-        why = PlainCall(Why.NO_AGENT)
-    _say(group, snaps, why)
+        why = PlainCall(PlainCallReason.NO_AGENT)
+    _announce(group, snaps, why)
     if channel is None or group is None:
         return None
     check_function(function, snaps._tracker)
     return Survivor(snaps, group, channel)
 
 
-def _say(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | None) -> None:
-    """Say on rank 0, once, what a loss will do."""
+def _announce(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | None) -> None:
+    """Print on rank 0, once, what a loss will do."""
     if snaps._survival_said or (group.rank if group is not None else int(os.environ.get("RANK") or 0)) != 0:
         return
     snaps._survival_said = True
@@ -146,7 +149,7 @@ def _say(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | None) ->
 
 
 class Survivor:
-    """One process that goes on in one generation after the other."""
+    """One process that goes on in one generation after the other. `at_boundary` is called at the end of each step."""
 
     def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel) -> None:
         assert group.connection is not None
@@ -155,7 +158,7 @@ class Survivor:
         self._channel = channel
         self._uninterrupted = channel.uninterrupted
         self._generation = 0
-        """0: the one in which this process was started, whose number it does not know."""
+        """The current generation; 0: the one in which this process was started, whose number it does not know."""
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
         self._probe = ValueProbe(each for model in snaps._tracker.models for each in model.parameters())
         self._optimizers = UntrackedOptimizers(
@@ -163,30 +166,31 @@ class Survivor:
         )
         self._reducers = snaps._tracker.reducers
         self._stepping = False
-        """An optimizer has begun to step since the last boundary: the state is not that of a completed step."""
-        self._first = True
-        """No step was done in this generation."""
-        self._news: dict[str, Any] | None = None
-        """For the agent, with the first step of a new generation."""
+        """Whether an optimizer has begun to step since the last boundary: then the state is not that of a completed
+        step."""
+        self._no_step_yet = True
+        """Whether no step was completed in this generation."""
+        self._report_due: dict[str, Any] | None = None
+        """The report to the agent that is sent with the first step of a new generation; None: none is due."""
         self._joined = False
-        """This is a replacement that has joined, and its training function was not called yet."""
+        """Whether this is a replacement that has joined, and its training function was not called yet."""
         self._withdrawn = False
-        """A loss is not survived any more."""
-        self._equal: list[str] | None = None
+        """Whether a loss is not survived any more."""
+        self._equal_generators: list[str] | None = None
         """The random generators from which all ranks draw the same numbers; None: not known yet."""
-        self._alike: list[str] = []
-        """Tracked objects that were equal on all ranks then."""
+        self._equal_objects: list[str] = []
+        """The tracked objects that were equal on all ranks when these were compared last."""
         self._compared = False
-        """That is known of this generation."""
+        """Whether the ranks were compared in this generation."""
         self._facts: SharedFacts | None = None
-        """For the ranks' digests of their generators, after the first step of a generation."""
+        """The store in which the ranks leave their digests after the first step of a generation."""
         self._steps = 0
-        """Done in this generation."""
+        """Steps that were completed in this generation while the comparison was due."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
         with contextlib.ExitStack() as hooks:
-            # Of all optimizers: one may step another one, as SAM does, and only the outer one is tracked.
+            # The hook sees all optimizers: one may step another one, as SAM does, and only the outer one is tracked.
             hooks.callback(register_optimizer_step_pre_hook(self._note_stepping).remove)
             for model in self._snaps._tracker.models:
                 hooks.enter_context(noted_forward(model, self._boundary.forward_done))
@@ -194,38 +198,43 @@ class Survivor:
             hooks.callback(drain.before_stop, None)
             drain.before_stop(self._at_safe_point)
             modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
+
             self._snaps._survivor = self
             self._connection.outlives = self._is_consequence
-            if self._joined:  # what this process has drawn since resume() its rank has not drawn
+            if self._joined:  # since resume() this process may have drawn numbers, which the lost rank had not
                 self._boundary.restore_random(self._boundary.step, survived=True)
             self._joined = False
             self._boundary.mark(self._snaps.state, begins=True)
             self._begin_step()
             self._reducers.mark()
+
             while True:
                 try:
                     try:
                         self._begin()
                         return train()
                     finally:
-                        self._channel.arrive()  # an interruption could hit what follows
+                        self._channel.arrive()  # otherwise an interruption could come in the code that follows
                 except BaseException as error:
                     if self._withdrawn or not self._is_consequence(error):
                         self._announce_exit(error)
                         raise
-                    traceback.clear_frames(error.__traceback__)  # what the function held belongs to the old world
+                    # The function's variables belong to the old world, and must not outlive it.
+                    traceback.clear_frames(error.__traceback__)
                 self._regroup()
                 for module, mode in modes:  # it may have been interrupted in an evaluation
                     module.training = mode
 
     def _begin(self) -> None:
-        self._first, self._steps, self._facts, self._compared = True, 0, None, False
+        """Begin a call of the training function: from now on the main thread may be interrupted."""
+        self._no_step_yet, self._steps, self._facts, self._compared = True, 0, None, False
         self._channel.train(self._cut, lambda: not self._stepping, Released)
         self._channel.say("able", generation=self._generation)
 
     def _announce_exit(self, error: BaseException) -> None:
-        """`sys.exit(0)` in the training function ends this rank, and the others cannot go on without it: say so now. If
-        they do not do the same they have to learn it soon, and not after the wait for a common end."""
+        """Print it, if this rank ends by `sys.exit(0)` in its training function: that is no loss, and the others cannot
+        go on without it. The wait for a common end is short then: if the others do not end as well, they have to notice
+        this soon."""
         if isinstance(error, SystemExit) and error.code in (None, 0) and not drain.stopping() and self._group.world > 1:
             self._connection.exit_patience_s = LONE_EXIT_PATIENCE_S
             step, rank = self._snaps.state.step, self._group.rank
@@ -235,6 +244,7 @@ class Survivor:
             )
 
     def _leave(self) -> None:
+        """Tell the agent that this process cannot survive a loss any more, and release everything."""
         self._withdrawn = True
         self._snaps._survivor = None
         self._connection.outlives = None
@@ -244,19 +254,21 @@ class Survivor:
         self._boundary.objects.close()
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note that an optimizer of the tracked models begins to step. torch calls this."""
         if id(optimizer) not in self._optimizers.tracked and not self._optimizers.note(optimizer):
             return
         if not self._stepping:
-            with self._uninterrupted:
+            with self._uninterrupted:  # an interruption comes before this or not at all: half a step cannot be undone
                 self._stepping = True
 
     def _begin_step(self) -> None:
         self._probe.begin_step()
-        # Not one more call in each forward pass: most steps are not looked at.
+        # Most steps are not examined: these have no further call in each forward pass.
         self._boundary.after_forward = self._look_for_writes if self._probe.looks else None
 
     def _look_for_writes(self) -> None:
-        """Whether the program has changed parameters in a way that cannot be noticed later: see unnoticed_writes.py."""
+        """Withdraw if the program has changed parameters in a way that cannot be noticed when a step is interrupted:
+        see unnoticed_writes.py."""
         if self._withdrawn or self._stepping:
             return
         if not self._probe.changed():
@@ -268,12 +280,12 @@ class Survivor:
             )
 
     def withdraw(self, why: str) -> None:
-        """From here on this is a plain call."""
+        """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""
         if self._withdrawn:
             return
         self._snaps._not_survived = why
         group = self._group
-        # One rank alone may have found the reason. If all have, the first one of them says it.
+        # One rank alone may have found the reason. If several have, the first of them prints it.
         if SharedFacts(group.rank, group.world, group.store).count("survive/withdrawn", 1) <= 1:
             seen = f", as rank {group.rank} has found" if group.world > 1 else ""
             sys.stderr.write(f"holdfast: ht.survive: {why}{seen}; if a rank is lost, all are started again\n")
@@ -281,8 +293,8 @@ class Survivor:
         drain.before_stop(None)
 
     def at_boundary(self) -> None:
-        """A step is complete. Raises Released when the training function is to be left here, and TrackingError where
-        an optimizer is not tracked."""
+        """Keep the state of the step that was just completed. Raises Released if the training function is to be left
+        here, and TrackingError if an optimizer is not tracked."""
         if self._optimizers.found:
             raise TrackingError(
                 f"ht.survive: an optimizer of the class {self._optimizers.found} steps a tracked model, and is not "
@@ -294,41 +306,45 @@ class Survivor:
             self._look_for_writes()
             if self._withdrawn:
                 return
+
         self._boundary.mark(self._tracked_state)
         self._begin_step()
         self._reducers.mark()
         if not self._compared:
             self._compare_ranks()
-        if self._first:
-            self._first = False
+        if self._no_step_yet:
+            self._no_step_yet = False
             self._report()
-            if why := self._reducers.why_not():  # since the function began: a join(), a communication hook
+            if why := self._reducers.why_not():  # the function itself may use join(), or set a communication hook
                 self.withdraw(why)
                 return
-        self._stepping = False  # not before: half of a mark is the state of no step
+
+        self._stepping = False  # only now: a state that is half marked is that of no step
         release = self._channel.released
         if release is not None and release.cut:
             raise Released
 
     def _compare_ranks(self) -> None:
-        """Find out which random generators and which tracked objects are equal on all ranks: after a generation's first
-        step, which is the same step on all. It does not wait."""
+        """Find out which random generators and which tracked objects are equal on all ranks, after a generation's first
+        step, which is the same step on all ranks. It does not wait: the other ranks' digests may arrive in later steps.
+        """
         self._steps += 1
-        step = self._boundary.step - self._steps + 1  # the first one, by which the ranks' facts are named
+        step = self._boundary.step - self._steps + 1  # the generation's first one: the ranks' digests are named by it
         if self._steps == 1:
             self._facts = SharedFacts(self._group.rank, self._group.world, self._group.store)
             self._facts.post(f"random/{step}", self._boundary.random_digests())
             self._facts.post(f"objects/{step}", self._boundary.objects.whole_digests())
         elif self._facts is not None and (found := self._facts.posted(f"objects/{step}")) is not None:
-            if self._equal is None:  # later the ranks draw what they drew then
-                self._equal = sorted(equal_parts(self._facts.posted(f"random/{step}") or []))
-            self._alike = sorted(equal_parts(found))
+            # Compared once only: after a regroup the ranks' numbers follow from what was equal before.
+            if self._equal_generators is None:
+                self._equal_generators = sorted(equal_parts(self._facts.posted(f"random/{step}") or []))
+            self._equal_objects = sorted(equal_parts(found))
             self._compared = True
         elif self._steps == COMPARE_STEPS_MAX:
             self._compared = True
 
     def _at_safe_point(self) -> None:
-        """All ranks were asked to stop after this step. Raises Released when they only regroup."""
+        """Handle the order to all ranks to stop after this step. Raises Released if they only regroup."""
         release = self._channel.catch_up()
         if release is not None:
             if release.leaves:
@@ -336,23 +352,26 @@ class Survivor:
             raise Released
 
     def _report(self) -> None:
-        if self._news is None:
+        """Tell the agent how long the regroup took, and what it has lost."""
+        if self._report_due is None:
             return
-        began_s = self._news.pop("began_s")
+        began_s = self._report_due.pop("began_s")
         seconds = round(time.monotonic() - began_s, 3)
         with contextlib.suppress(ChannelLostError):
-            self._channel.say("went_on", **self._news, seconds=seconds)
-        self._news = None
+            self._channel.say("went_on", **self._report_due, seconds=seconds)
+        self._report_due = None
 
     # --- leaving the old world --------------------------------------------------------------------------------------
 
     def _cut(self) -> None:
+        """End every wait in the process group. The channel's thread calls this."""
         self._connection.sockets.cut()
         if self._connection.on_nccl and dist.is_initialized():
             torch_private.abort_groups()
 
     def _is_consequence(self, error: BaseException) -> bool:
-        """Whether a loss, or a regroup, made the training function raise this. Waits for the news of a loss."""
+        """Whether a loss, or a regroup, made the training function raise this. For an error of the process group it
+        waits for the news of a loss, which may come later than the error."""
         if isinstance(error, Released):
             return True
         if not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
@@ -367,18 +386,19 @@ class Survivor:
     # --- entering the new one ---------------------------------------------------------------------------------------
 
     def _regroup(self) -> None:
+        """Go back to the last boundary, and enter the next generation."""
         began_s = time.monotonic()
         self._channel.arrive()
         try:
             self._boundary.rewind(self._snaps.state)
-            handed = self._go_on(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
+            agreement = self._go_on(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
             self._boundary.mark(self._snaps.state, begins=True)
             self._begin_step()
             self._stepping = False
-            self._news = {
+            self._report_due = {
                 "generation": self._generation,
-                "step": handed.chosen.step,
-                "steps_lost": handed.steps_lost,
+                "step": agreement.chosen.step,
+                "steps_lost": agreement.steps_lost,
                 "began_s": began_s,
             }
         except ChannelLostError:
@@ -386,13 +406,13 @@ class Survivor:
         except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
             self._refuse(error)
 
-    def _go_on(self, *, step: int, clean: bool) -> Handed:
-        """Wait for this rank's place in the next generation, take it, and agree with the other ranks on the state.
-        `step`, `clean`: see Own."""
+    def _go_on(self, *, step: int, clean: bool) -> Agreement:
+        """Wait for this rank's number in the next generation, join it, and agree with the other ranks on the state.
+        `step`, `clean`: see RankReport."""
         before, boundary, snaps = [self._group.rank, self._group.world], self._boundary, self._snaps
         peers = self._enter(self._channel.await_go())
         positions = boundary.positions() if step >= 0 else {}
-        own = Own(
+        own = RankReport(
             step,
             clean,
             before,
@@ -405,15 +425,15 @@ class Survivor:
             frozen=self._reducers.frozen,
             graded=self._reducers.graded,
             objects=boundary.objects.digests(),
-            equal=self._equal,
-            alike=self._alike,
+            equal_generators=self._equal_generators,
+            equal_objects=self._equal_objects,
         )
-        handed = Handed.share(peers, own)
-        self._equal, self._alike = handed.chosen.equal, handed.chosen.alike
-        self._reducers.connect(handed.chosen.orders, handed.chosen.frozen, handed.chosen.graded)
-        handed.apply(snaps, self._group, peers, boundary, survived=step >= 0)
-        snaps._go_on(peers, self._generation, handed.chosen.schedule, handed.chosen.durable)
-        return handed
+        agreement = Agreement.reach(peers, own)
+        self._equal_generators, self._equal_objects = agreement.chosen.equal_generators, agreement.chosen.equal_objects
+        self._reducers.connect(agreement.chosen.orders, agreement.chosen.frozen, agreement.chosen.graded)
+        agreement.apply(snaps, self._group, peers, boundary, survived=step >= 0)
+        snaps._go_on(peers, self._generation, agreement.chosen.schedule, agreement.chosen.durable)
+        return agreement
 
     def _enter(self, go: Go) -> Peers:
         """Join the world of this generation: environment, process group, models."""
@@ -426,13 +446,14 @@ class Survivor:
         return regroup(self._group, go.generation)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Have all ranks restarted, and wait for that: our exception would be taken for the cause of the loss."""
+        """Let all ranks be restarted, and wait for that. Raising the exception here would make it look like the cause
+        of the loss."""
         self._channel.say("refuse", why=f"{type(error).__name__}: {error}"[:WHY_CHARACTERS_MAX])
         time.sleep(STOP_S)
         raise error
 
     def join(self) -> int:
-        """A replacement takes its place among the others, in its `resume()`. Returns the step that it goes on from."""
+        """Join the others as a replacement, in `resume()`. Returns the step from which it goes on."""
         self._channel.say("ready")
         try:
             step = self._go_on(step=-1, clean=False).chosen.step
@@ -448,7 +469,7 @@ class Survivor:
 def join(snaps: Snapshots) -> int:
     """Take the state of the other ranks, in a process that was started for a lost one: `Survivor.join`.
 
-    Raises ProcessGroupError where this process has no group, or no agent.
+    Raises ProcessGroupError if this process has no group, or no agent.
     """
     group = open_group()
     channel = AgentChannel.open()
@@ -464,6 +485,7 @@ def _is_of_the_group(error: BaseException) -> bool:
     """Whether a collective operation or the store raised this."""
     if isinstance(error, (dist.DistError, ConnectionError, HoldfastError)):
         return True
+    # gloo raises a plain RuntimeError: only its text says where it comes from.
     text = str(error)
     return any(word in text for word in ("gloo", "Connection closed by peer", "NCCL", "TCPStore"))
 
@@ -472,77 +494,82 @@ def _is_of_the_group(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Own:
-    """What one rank tells the others when they agree."""
+class RankReport:
+    """The report of one rank to the others, from which they reach an agreement."""
 
     step: int
-    """The last one that it has completed; -1: it is a replacement."""
+    """The last step that the rank has completed; -1: it is a replacement."""
     clean: bool
-    """It has done nothing since then that changes more than the boundary keeps."""
+    """Whether the rank has done nothing since then that changes more than the boundary keeps."""
     before: list[int]
-    """Its rank and the world's size in the old world."""
+    """The rank's number and the world's size in the old world."""
     epoch: int
     positions: dict[str, dict[str, Any]]
-    """Of the loaders and samplers after that step, by name."""
+    """The positions of the loaders and samplers after that step, by name."""
     schedule: list[int]
+    """`Schedule.state`."""
     durable: list[Any]
+    """The epoch of the newest state on the disk, and why the newest one that was to go there is not."""
     seed: str
+    """`Boundary.seed`."""
     orders: list[Order]
-    """Of the gradients, by DDP module."""
+    """The order of the gradients of each DDP module."""
     frozen: list[int]
     """Numbers of the parameters that needed no gradient after that step."""
     graded: list[int]
-    """Numbers of those that had one when the old world was left."""
+    """Numbers of the parameters that had a gradient when the old world was left."""
     objects: Digests
-    """Of the states of tracked objects that only their `state_dict()` is known of."""
-    equal: list[str] | None
+    """Digests of the states of tracked objects of which only `state_dict()` is known."""
+    equal_generators: list[str] | None
     """The random generators from which all ranks draw the same numbers; None: not known."""
-    alike: list[str]
+    equal_objects: list[str]
     """Tracked objects that were equal on all ranks when these were compared."""
 
 
 @dataclass(frozen=True)
-class Handed:
-    """The agreement of all ranks of a new world."""
+class Agreement:
+    """The agreement of all ranks of a new world: the state from which they go on."""
 
-    chosen: Own
-    """All go on from here: of the rank `source`. Its step is the newest that a rank has completed."""
+    chosen: RankReport
+    """The report of the rank `source`. Its step is the newest that a clean rank has completed."""
     source: int
-    """A rank that has completed that step, and nothing more."""
+    """The lowest rank that has completed that step, and nothing more."""
     behind: tuple[int, ...]
     """Ranks that take their state from the source."""
     steps_lost: int
-    same_places: bool
-    """Every rank has the place that it had, in a world of the same size."""
+    """The number of steps that some rank has completed and that are done again."""
+    same_ranks: bool
+    """Whether every survivor has the rank that it had, in a world of the same size."""
     objects: tuple[Digests, ...]
-    """Of the survivors that have completed the chosen step."""
+    """The digests of the survivors that have completed the chosen step."""
 
     @classmethod
-    def share(cls, peers: Peers, own: Own) -> Handed:
-        """Agree. Every rank calls it. Raises ProcessGroupError, on all ranks alike, when no rank is clean."""
-        said = [Own(**each) for each in peers.share(asdict(own))]
-        good = [rank for rank, each in enumerate(said) if each.clean]
-        if not good:
+    def reach(cls, peers: Peers, own: RankReport) -> Agreement:
+        """Reach an agreement with the other ranks; every rank calls this. Raises ProcessGroupError, on all ranks, if no
+        rank is clean."""
+        reports = [RankReport(**each) for each in peers.all_gather(asdict(own))]
+        clean = [rank for rank, each in enumerate(reports) if each.clean]
+        if not clean:
             raise ProcessGroupError(
                 "every rank was between its optimizer's step and snaps.step(), or had changed parameters before that "
                 "step, so no state is complete\n"
                 "call snaps.step() directly after the optimizer and the scheduler, and communicate after it"
             )
-        source = max(good, key=lambda rank: (said[rank].step, -rank))
-        chosen = said[source]
+        source = max(clean, key=lambda rank: (reports[rank].step, -rank))
+        chosen = reports[source]
         return cls(
             chosen=chosen,
             source=source,
-            behind=tuple(rank for rank, each in enumerate(said) if not each.clean or each.step != chosen.step),
-            steps_lost=max(0, max(each.step for each in said) - chosen.step),
-            same_places=all(each.step < 0 or each.before == [rank, peers.world] for rank, each in enumerate(said)),
-            objects=tuple(each.objects for each in said if each.step == chosen.step),
+            behind=tuple(rank for rank, each in enumerate(reports) if not each.clean or each.step != chosen.step),
+            steps_lost=max(0, max(each.step for each in reports) - chosen.step),
+            same_ranks=all(each.step < 0 or each.before == [rank, peers.world] for rank, each in enumerate(reports)),
+            objects=tuple(each.objects for each in reports if each.step == chosen.step),
         )
 
     def apply(self, snaps: Snapshots, group: ProcessGroup, peers: Peers, boundary: Boundary, *, survived: bool) -> None:
-        """Bring this rank to that state. Every rank calls it. `survived`: this is no replacement."""
+        """Bring this rank to the chosen state; every rank calls this. `survived`: this process is no replacement."""
         tracker, step = snaps._tracker, self.chosen.step
-        boundary.objects.check_world(same_places=self.same_places)
+        boundary.objects.check_world(same_ranks=self.same_ranks)
         tracker.regroup(peers.rank, peers.world)
         states = self._transfer(tracker, group.device, peers.rank) if self.behind else {}
         if peers.rank in self.behind:
@@ -552,18 +579,19 @@ class Handed:
                 survived=survived,
                 theirs=self.chosen.objects,
                 survivors=self.objects,
-                alike=self.chosen.alike,
+                equal_objects=self.chosen.equal_objects,
             )
         if survived:
             boundary.complete(step)
+
         snaps.state.step, snaps.state.epoch = step, self.chosen.epoch
         tracker.set_positions(self.chosen.positions)
-        if not (self.same_places and boundary.restore_random(step, survived=survived)):
-            seed_random(self.chosen.seed.encode(), peers.rank, peers.world, self.chosen.equal or ())
+        if not (self.same_ranks and boundary.restore_random(step, survived=survived)):
+            seed_random(self.chosen.seed.encode(), peers.rank, peers.world, self.chosen.equal_generators or ())
 
     def _transfer(self, tracker: Tracker, device: torch.device, rank: int) -> dict[str, Any]:
-        """Send everything that is tracked to the ranks behind. Returns, there, the states of the source's own objects
-        (own_objects.py), which no object was given yet."""
+        """Send everything that is tracked from the source to the ranks behind. On these it returns the states of the
+        source's own objects (own_objects.py), which no object was given yet; on others an empty dictionary."""
         on = device if "nccl" in dist.get_backend() else torch.device("cpu")
         if rank == self.source:
             data = image(tracker).to(on)
@@ -582,7 +610,7 @@ class Handed:
 
 def _take_over(tracker: Tracker, data: torch.Tensor) -> dict[str, Any]:
     """Give everything that is tracked the state of this image, except objects whose state may be the source's
-    own: it returns those states."""
+    own. Returns the states of these."""
     saved = Saved(parts_of_slot(memoryview(data.numpy())))
     choice = Choice()
     fit = together(Peers(0, 1), tracker.compare(saved, 0, choice), choice)

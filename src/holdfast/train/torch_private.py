@@ -1,13 +1,13 @@
 """Names of torch that are not public: holdfast.train uses them here and nowhere else.
 
-Such a name may change with every version of torch. So each has one function or constant of ours, which says what it is
-needed for, and what happens where torch does not have it: a refusal that names it (HF126), or another way. All names
-were tried on torch 2.13.0, and on 2.14.1 and 2.15.0 where nothing else is said.
+Such a name may change with every version of torch. So each has one function or constant of ours, which says for what it
+is needed, and what happens if torch does not have it: an error that names it (HF126), or another way. All names were
+tried on torch 2.13.0, and on 2.14.1 and 2.15.0 unless a comment says otherwise.
 
-Two programs do without this file, since they run where holdfast is not imported: store_server.py, and the bootstrap of
+Two programs do not use this file, since they run where holdfast is not imported: store_server.py, and the bootstrap of
 a worker (worker/progress.py).
 
-Knows torch, and nothing of what the names are used for.
+Knows torch. Must not know for what the names are used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRIED = "2.13 to 2.15"
 
 
 def _needed(owner: Any, name: str, by: str) -> Any:
-    """Raises ProcessGroupError where torch does not have it."""
+    """This attribute of torch. Raises ProcessGroupError if torch does not have it."""
     found = getattr(owner, name, None)
     if found is None:
         raise ProcessGroupError(_missing(owner, name, by))
@@ -119,8 +119,8 @@ def _no_version(_: torch.Tensor) -> int:
 version: Callable[[torch.Tensor], int] = (
     operator.attrgetter("_version") if hasattr(torch.Tensor, "_version") else _no_version
 )
-"""How often a tensor was changed in place, to notice what a forward pass has changed. Where torch does not have it, 0:
-such a change is then not noticed."""
+"""The count of a tensor's changes in place, to notice what a forward pass has changed. If torch does not have it, it is
+0: such a change is then not noticed."""
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
@@ -131,8 +131,8 @@ def local_part(tensor: DTensor) -> torch.Tensor:
 
 
 def generator_address(generator: torch.Generator) -> int:
-    """Where a generator's C++ object is, to read its state without a copy. 0 where torch does not have it: then the
-    public, slower way is taken."""
+    """The address of a generator's C++ object, to read its state without a copy. If torch does not have it, it is 0:
+    then the public, slower way is taken."""
     return int(getattr(generator, "_cdata", 0))
 
 
@@ -224,8 +224,8 @@ draw a random number."""
 
 
 def batches_taken(batches: Any) -> int:
-    """How many batches an iterator of a DataLoader has handed out, also before its state was loaded; 0 where torch
-    cannot tell."""
+    """The number of batches that an iterator of a DataLoader has handed out, also before its state was loaded; 0: torch
+    does not have it."""
     return int(getattr(batches, "_num_yielded", 0))
 
 
@@ -286,29 +286,29 @@ def parameters_to_reduce(wrapper: DistributedDataParallel) -> list[nn.Parameter]
 
 def gradient_order(wrapper: DistributedDataParallel) -> list[int]:
     """Numbers of the parameters in the order in which a reducer puts them into its buckets after its first backward
-    pass; empty while that is not known, and where torch cannot tell it."""
+    pass; empty: that is not known, or torch does not have it."""
     try:
-        wrapper.logger.set_runtime_stats_and_log()  # else it tells what was at the begin of the last forward pass
-        told = wrapper._get_ddp_logging_data()
+        wrapper.logger.set_runtime_stats_and_log()  # otherwise the data are those of the last forward pass's beginning
+        facts = wrapper._get_ddp_logging_data()
     except AttributeError:
         return []
-    text = told.get("rebuilt_per_bucket_param_indices") or told.get("prev_iteration_grad_ready_order_indices") or ""
+    text = facts.get("rebuilt_per_bucket_param_indices") or facts.get("prev_iteration_grad_ready_order_indices") or ""
     order = [int(each) for each in text.replace(",", " ").split()]
-    return order if sorted(order) == list(range(told.get("num_parameter_tensors", 0))) else []
+    return order if sorted(order) == list(range(facts.get("num_parameter_tensors", 0))) else []
 
 
 def comm_hooks(wrapper: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """The functions that exchange gradients in place of DDP, with their states."""
+    """The functions that exchange gradients instead of DDP, with their states."""
     return list(wrapper._comm_hooks)
 
 
 def is_joined(wrapper: DistributedDataParallel) -> bool:
-    """Within `with model.join():`."""
+    """Whether the module is inside `with model.join():`."""
     return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
 
 
 def steps_in_backward(parameter: nn.Parameter) -> bool:
-    """An optimizer changes it within the backward pass (`_apply_optimizer_in_backward`)."""
+    """Whether an optimizer changes the parameter within the backward pass (`_apply_optimizer_in_backward`)."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
@@ -323,10 +323,11 @@ def has_other_reducer(wrapper: DistributedDataParallel) -> str:
 
 
 def drop_reducer(wrapper: DistributedDataParallel, *, group: bool) -> None:
-    """`group`: drop the process group, too: the next reducer is for the default one."""
+    """Drop a DDP module's reducer. `group`: drop the process group, too: the next reducer is for the default one."""
     reducer = wrapper.__dict__.get("reducer")
     if reducer is not None:
-        reducer._remove_autograd_hooks()  # it takes part in no backward pass any more, though others may hold it
+        # Other references may keep it alive: without its hooks it takes part in no backward pass any more.
+        reducer._remove_autograd_hooks()
     for name in ("reducer", "logger", *(["process_group"] if group else ())):
         wrapper.__dict__.pop(name, None)
 
@@ -335,19 +336,19 @@ BUILTIN = "BuiltinCommHookType."
 
 
 def hook_name(wrapper: DistributedDataParallel) -> str:
-    """The name that DDP notes of the function that exchanges gradients; empty: none was registered."""
+    """The name of the function that exchanges gradients, as DDP has noted it; empty: none was registered."""
     return str(wrapper._get_ddp_logging_data().get("comm_hook") or "")
 
 
 def build_reducer(
     wrapper: DistributedDataParallel, order: Sequence[int], hooks: Sequence[tuple[Any, Any]], builtin: str
 ) -> None:
-    """Give a DDP module that has none a reducer, as when it is unpickled. `order`: of its gradients, see
-    `gradient_order`; empty: not known. `hooks`, `builtin`: from `comm_hooks` and `hook_name`."""
+    """Give a DDP module without a reducer a new one, as when it is unpickled. `order`: the order of its gradients
+    (`gradient_order`); empty: not known. `hooks`, `builtin`: from `comm_hooks` and `hook_name`."""
     wrapper.require_forward_param_sync = True
     wrapper._has_rebuilt_buckets = False
-    # A reducer learns a static graph in its first backward pass, and exchanges the gradients at the end of it. That is
-    # the module's business, not its reducer's, and `__setstate__` does not see to it.
+    # A reducer learns a static graph in its first backward pass, at the end of which the gradients are exchanged. The
+    # module, not the reducer, starts that exchange, and `__setstate__` does not reset the module.
     if wrapper.static_graph:
         wrapper._static_graph_delay_allreduce_enqueued = False
     wrapper._comm_hooks = []
@@ -355,13 +356,13 @@ def build_reducer(
         wrapper.__setstate__(dict(wrapper.__dict__))
     for hook, state in hooks:
         wrapper.register_comm_hook(state, hook)
-    if builtin.startswith(BUILTIN):  # DDP does not list these
+    if builtin.startswith(BUILTIN):  # these are not among `_comm_hooks`
         wrapper._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, builtin.removeprefix(BUILTIN)))
 
 
 def _bucket_sizes(wrapper: DistributedDataParallel) -> list[int]:
-    """Limits of the buckets after the first backward pass, as the reducer has them."""
-    listed: list[int] = list(getattr(wrapper, "bucket_bytes_cap_list", ()))  # of bucket_cap_mb_list
+    """The reducer's limits of the buckets after the first backward pass (bytes)."""
+    listed: list[int] = list(getattr(wrapper, "bucket_bytes_cap_list", ()))  # from DDP's argument bucket_cap_mb_list
     cap: int = wrapper.bucket_bytes_cap
     first: int = dist._DEFAULT_FIRST_BUCKET_BYTES if wrapper.bucket_bytes_cap_default else cap
     return listed or [first, cap]
@@ -369,7 +370,8 @@ def _bucket_sizes(wrapper: DistributedDataParallel) -> list[int]:
 
 @contextlib.contextmanager
 def _buckets_in_order(wrapper: DistributedDataParallel, order: list[int]) -> Iterator[None]:
-    """The reducer that is made in this block has the buckets that a reducer makes after a pass in this order."""
+    """Let the reducer that is made in this block have the buckets that it would make after a backward pass in this
+    order."""
     assign = dist._compute_bucket_assignment_by_size
 
     def in_order(parameters: list[Any], limits: list[int], sparse: list[bool], *more: Any) -> Any:

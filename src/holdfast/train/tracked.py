@@ -1,4 +1,4 @@
-"""Models and optimizers: their live tensors by the names of torch's get_state_dict, and how these are filled again.
+"""Models and optimizers: their live tensors, by the names of torch's get_state_dict, and the way to fill these again.
 
 Those names do not depend on DDP, FSDP2 or compile: `model.<fqn>` and `optimizer.state.<fqn>.<what>`.
 
@@ -29,12 +29,12 @@ from holdfast.train.reading import Saved
 from holdfast.train.sharding import local_tensor
 
 NAMES_MAX = 8
-"""Named in a message of each kind."""
+"""Limit of the names of each kind in a message."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Arguments of `resume()`; see there."""
+    """The arguments of `Snapshots.resume()`."""
 
     strict: bool = True
     only: frozenset[str] | None = None
@@ -57,39 +57,39 @@ class Compared:
     wanted: frozenset[str] = frozenset()
     """Objects to restore."""
     held: set[str] = field(default_factory=set)
-    """Names of all that is tracked here: what another rank of a pipeline has is not left over."""
+    """Names of all tensors and objects that this rank tracks: in a pipeline another rank has others."""
     missing: dict[str, list[str]] = field(default_factory=dict)
-    """By tracked object: what the snapshot lacks, the object itself or parts of it."""
+    """Names that the snapshot lacks, by tracked object: the object itself or parts of it."""
     unexpected: list[str] = field(default_factory=list)
-    """What the snapshot has and this rank does not."""
+    """Names that the snapshot has and this rank does not have."""
     problems: dict[str, str] = field(default_factory=dict)
-    """By tracked object: why it does not fit."""
+    """The reason why an object does not fit, by tracked object."""
     converted: dict[str, str] = field(default_factory=dict)
-    """By tracked model: whose tensors have other types than those of the snapshot."""
+    """A text about tensors whose types differ from those of the snapshot, by tracked model."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What to restore; equal on all ranks."""
+    """The agreement on what is restored; equal on all ranks."""
 
     restored: frozenset[str]
-    """Objects."""
+    """The objects that get their state."""
     missing: frozenset[str] = frozenset()
-    """Tensors of them that keep the values that they have."""
+    """The tensors of these objects that keep their present values."""
     optional: frozenset[str] = frozenset()
     """Objects that keep their initial state when they refuse the saved one."""
     notes: tuple[str, ...] = ()
-    """What is not as it was saved, for a warning."""
+    """Differences from the saved state, for a warning."""
 
 
 def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
-    """Combine all ranks' findings. Every rank calls it; StateMismatchError is raised on all of them."""
-    said = peers.share([mine.missing, mine.unexpected, mine.problems, mine.converted])
+    """Combine the findings of all ranks; every rank calls this. Raises StateMismatchError, on all of them."""
+    reports = peers.all_gather([mine.missing, mine.unexpected, mine.problems, mine.converted])
     missing: dict[str, list[str]] = {}
     problems: dict[str, str] = {}
     converted: dict[str, str] = {}
     left: set[str] = set()
-    for lacks, extra, wrong, types in said:
+    for lacks, extra, wrong, types in reports:
         for name, parts in lacks.items():
             missing[name] = sorted({*missing.get(name, ()), *parts})
         left |= set(extra)
@@ -97,8 +97,9 @@ def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
         converted |= types
     if choice.strict:
         problems = {**converted, **problems}
-    if left:
-        left = left.difference(*peers.share(sorted(left & mine.held)))
+    if left:  # a part that another rank of a pipeline has is not unexpected
+        left = left.difference(*peers.all_gather(sorted(left & mine.held)))
+
     unfit = {name for name in (*missing, *problems) if name in choice.optional}
     notes = [f"{name} is not restored: {problems.get(name) or _lacking(missing[name])}" for name in sorted(unfit)]
     lacking = [each for name, parts in sorted(missing.items()) if name not in unfit for each in parts]
@@ -143,14 +144,15 @@ def _mismatch(wrong: Sequence[str], lacking: Sequence[str], unexpected: Sequence
     )
 
 
-def optimizer_problem(name: str, told: Mapping[str, Any], kind: str, defaults: Iterable[str], kinds: Any) -> str:
-    """Why this optimizer cannot continue from that state; empty if its class allows it."""
+def optimizer_problem(name: str, saved_state: Mapping[str, Any], kind: str, defaults: Iterable[str], kinds: Any) -> str:
+    """The reason why this optimizer cannot continue from that state; empty: its class allows it. `kinds`: the names of
+    classes in the snapshot."""
     was = kinds.get(name)
     if was is not None:
         return "" if was == kind else f"{name} is a {kind} now, and a {was} in the snapshot"
-    # An older snapshot does not name the class. Options that only one side knows are another torch's; on both,
-    # another class.
-    saved = {key for group in told["groups"] for key in group} - {"initial_lr"}
+    # A snapshot that does not name the class: if only one side has options that the other lacks, the version of torch
+    # differs; if both have, the class does.
+    saved = {key for group in saved_state["groups"] for key in group} - {"initial_lr"}
     now = set(defaults)
     if now - saved and saved - now:
         return (
@@ -161,7 +163,8 @@ def optimizer_problem(name: str, told: Mapping[str, Any], kind: str, defaults: I
 
 
 def groups_problem(name: str, now: Sequence[Sequence[str]], then: Sequence[Sequence[str]]) -> str:
-    """How these parameter groups, given by names, differ from those of the snapshot; empty: they do not."""
+    """The difference between these parameter groups, given by names, and those of the snapshot; empty: there is
+    none."""
     if [sorted(each) for each in now] == [sorted(each) for each in then]:
         return ""
     counted = f"{name} has other parameter groups than the one in the snapshot: {len(now)}, then {len(then)}"
@@ -176,17 +179,17 @@ def groups_problem(name: str, now: Sequence[Sequence[str]], then: Sequence[Seque
 
 
 class Role(Enum):
-    """What a tensor is."""
+    """The role of a tensor."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
-    """Ranks may have their own: statistics of BatchNorm, what a module draws."""
+    """Each rank may have its own values: statistics of BatchNorm, numbers that a module draws."""
     OPTIMIZER = "optimizer"
 
 
 def trained(tensors: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) -> dict[str, torch.Tensor]:
-    """Those of these tensors that training changes: it may put numbers into them that are not finite. In a frozen
-    parameter, as in a buffer, these are meant to be there (a mask). What has no role belongs to an optimizer."""
+    """The tensors among these that training changes: it may write numbers into them that are not finite. In a frozen
+    parameter or a buffer such numbers are intended (a mask). A tensor without a role belongs to an optimizer."""
     return {
         name: each
         for name, each in tensors.items()
@@ -200,11 +203,11 @@ class Targets:
     """The shared tensors of a state that is to be restored."""
 
     fill: dict[str, torch.Tensor] = field(default_factory=dict)
-    """To be filled."""
+    """Tensors that have to be filled, by name."""
     filled: dict[str, torch.Tensor] = field(default_factory=dict)
-    """That have their values already."""
+    """Tensors that have their values already, by name."""
     roles: dict[str, Role] = field(default_factory=dict)
-    """Of those that belong to models."""
+    """The roles of the tensors that belong to models, by name."""
 
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.fill, **self.filled}
@@ -238,7 +241,8 @@ class TrackedModel:
         self.name, self.module = name, module
         self._names: dict[str, str] = {}
         self._made: set[str] | None = None
-        """Raw names of tensors that `state_dict` makes (an extra state): nobody can fill them in place."""
+        """Raw names of tensors that `state_dict` makes (an extra state): they cannot be filled in place. None: not
+        known yet."""
 
     def fqn(self, raw: str) -> str:
         """The name without the prefixes of DDP, compile and activation checkpointing."""
@@ -248,13 +252,12 @@ class TrackedModel:
         return self._names[raw]
 
     def live(self) -> dict[str, Any]:
-        """The state, not detached: parameters and buffers that are tied are known by being one object, on every rank
-        alike."""
+        """The state, not detached: so tied parameters and buffers are the same object, on every rank."""
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 
     def collect(self, state: Mapping[str, Any], shared: Shared, encoder: codec.Encoder) -> Any:
-        """Add the tensors of the live state to `shared`; return the rest, encoded."""
+        """Add the tensors of the live state to `shared`. Returns the rest, encoded."""
         rest = {}
         if self._made is None:
             live = {id(each) for each in (*self.module.parameters(), *self.module.buffers())}
@@ -267,7 +270,7 @@ class TrackedModel:
                 rest[fqn] = encoder.encode(value, f"{self.name}.{fqn}")
         return rest
 
-    def compare(self, saved: Saved, told: Mapping[str, Any], there: Collection[str], found: Compared) -> None:
+    def compare(self, saved: Saved, models: Mapping[str, Any], there: Collection[str], found: Compared) -> None:
         """Compare tensors and other entries with those of the snapshot, which contains the objects `there`."""
         shared = Shared()
         rest = {f"{self.name}.{fqn}" for fqn in self.collect(self.live(), shared, codec.Encoder())}
@@ -278,7 +281,7 @@ class TrackedModel:
             for key in saved.pieces
             if key.startswith(f"{self.name}.") and not any(key.startswith(f"{other}.") for other in others)
         }
-        was |= {f"{self.name}.{fqn}" for fqn in codec.section(told, self.name)}
+        was |= {f"{self.name}.{fqn}" for fqn in codec.section(models, self.name)}
         missing = sorted(({*shared.tensors} | rest) - was)
         if missing:
             found.missing[self.name] = missing
@@ -363,7 +366,7 @@ class TrackedOptimizer:
         ]
 
     def collect(self, shared: Shared, encoder: codec.Encoder) -> Any:
-        """Add the tensors to `shared`; return the rest without the groups' options, encoded."""
+        """Add the tensors to `shared`. Returns the rest without the groups' options, encoded."""
         state: dict[str, dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -385,21 +388,21 @@ class TrackedOptimizer:
         return {"params": params, "state": state}
 
     def compare(
-        self, told: Mapping[str, Any], models: Collection[str], kinds: Mapping[str, str], found: Compared
+        self, part: Mapping[str, Any], models: Collection[str], kinds: Mapping[str, str], found: Compared
     ) -> None:
         """Compare class and parameter groups with those of the snapshot, which contains these models."""
         now = self._groups_in(models)
         kind = type(self.optimizer).__name__
-        problem = optimizer_problem(self.name, told, kind, self.optimizer.defaults, kinds)
-        problem = problem or groups_problem(self.name, now, told["params"])
+        problem = optimizer_problem(self.name, part, kind, self.optimizer.defaults, kinds)
+        problem = problem or groups_problem(self.name, now, part["params"])
         if problem:
             found.problems[self.name] = problem
 
-    def targets(self, saved: Saved, told: Mapping[str, Any], models: Collection[str], into: Targets) -> None:
+    def targets(self, saved: Saved, part: Mapping[str, Any], models: Collection[str], into: Targets) -> None:
         """Tensors to fill: existing ones, and new ones for state that a fresh optimizer does not have yet."""
         names = self._named(models)
         parameters = {names[each]: each for group in self.optimizer.param_groups for each in group["params"]}
-        for fqn, rest in codec.section(told, "state").items():
+        for fqn, rest in codec.section(part, "state").items():
             parameter = parameters[fqn]
             held = self.optimizer.state.get(parameter, {})
             for what, value in rest.items():
@@ -408,19 +411,19 @@ class TrackedOptimizer:
 
     def restore(
         self,
-        told: Mapping[str, Any],
+        part: Mapping[str, Any],
         models: Collection[str],
         filled: Mapping[str, torch.Tensor],
         tensor: codec.Get,
     ) -> None:
-        groups, mine = told["groups"], self._groups_in(models)
+        groups, mine = part["groups"], self._groups_in(models)
         numbers = {fqn: number for number, fqn in enumerate(chain.from_iterable(mine))}
         state = {
             numbers[fqn]: {
                 what: filled[f"{self.name}.state.{fqn}.{what}"] if value is None else codec.decode(value[0], tensor)
                 for what, value in rest.items()
             }
-            for fqn, rest in told["state"].items()
+            for fqn, rest in part["state"].items()
         }
         options = [
             {**codec.decode(group, tensor), "params": [numbers[fqn] for fqn in fqns]}
@@ -431,7 +434,8 @@ class TrackedOptimizer:
             self._undo_casts(state)
 
     def _undo_casts(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """torch's gives state the type of its parameter: float32 master weights of bfloat16 ones would be rounded."""
+        """Give the state its saved types again: torch's load_state_dict converts it to the type of the parameter, so
+        float32 master weights of bfloat16 parameters would be rounded."""
         parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         for number, parameter in enumerate(parameters):
             held = self.optimizer.state[parameter] if number in state else {}
@@ -442,7 +446,7 @@ class TrackedOptimizer:
 
 
 def check_tied(saved: Saved, name: str, first: str) -> None:
-    """Raises ShardingError when two names share a tensor now, and had one each when they were saved."""
+    """Raise StateMismatchError if two names are the same tensor now, and were two different ones in the snapshot."""
     was, now = saved.pieces.get(name), saved.pieces.get(first)
     if was is None or was is now:
         return
@@ -458,6 +462,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _target(saved: Saved, key: str, held: Any, parameter: torch.Tensor, into: Targets) -> None:
+    """Add the tensor of an optimizer's state to the targets: `held`, if it has the saved shape and type, otherwise a
+    new one. Raises ShardingError."""
     found = saved.whole_shape(key)
     if found is None:
         raise ShardingError(f"{key} is not in the snapshot")

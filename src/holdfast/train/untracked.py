@@ -1,15 +1,16 @@
-"""Notices a torch DataLoader, and an optimizer, that a training uses and that are not tracked, in its first steps.
+"""Notices a torch DataLoader, or an optimizer, that a training uses and that is not tracked, in its first steps.
 
 The position of a loader that is not tracked is in no snapshot. A resume in the middle of an epoch, and a loss in
-`ht.survive`, begin the epoch again: the first samples are trained twice. torch has no hook for that, so its
-`DataLoader.__iter__` is replaced by one that counts the batches it hands out, from `track()` until it is known what
-the training loop is over. A pass that had begun before is counted where torch hands out its batches.
+`ht.survive`, begin the epoch again: the first samples are trained twice. torch has no hook for passes, so its
+`DataLoader.__iter__` is replaced by one that counts the batches that it hands out, from `track()` until the loader of
+the training loop is known. A pass that had begun before is counted by the method that hands out its batches.
 
 A loop over a loader takes the same number of batches between two calls of `snaps.step()`. An evaluation takes many at
 once, and none for a long time.
 
-An optimizer that is not tracked and steps a tracked model begins with an empty state after a resume. It may be one that
-a tracked optimizer has inside and steps itself, as SAM does. torch's public hook of all optimizers shows it.
+An optimizer that is not tracked and steps a tracked model begins with an empty state after a resume. torch's public
+hook of all optimizers shows it. An optimizer inside a tracked one, which steps it itself, as SAM does, counts as
+tracked.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from holdfast.train.data.datasets import Seeded
 from holdfast.train.guards import replaced
 
 STEPS = 3
-"""If the same number of batches was taken between two steps this often in a row, that is the training loop."""
-LOOKS_MAX = 200
-"""After this number of steps the search ends: the loop is over something else."""
+"""An iterator belongs to the training loop if the same number of batches was taken between two steps this often in a
+row."""
+SEARCH_STEPS_MAX = 200
+"""Limit of the steps in which the loader of the training loop is searched for: the loop may be over something else."""
 
 
 class _Count:
@@ -41,15 +43,20 @@ class _Count:
 
     def __init__(self) -> None:
         self.taken = 0
-        self.seen = self.gap = self.alike = 0
-        """Batches at the last step, batches between the last two, and how often in a row that was the same number."""
+        """The number of batches so far."""
+        self.seen = 0
+        """The number of batches at the last step."""
+        self.gap = 0
+        """The number of batches between the last two steps."""
+        self.equal_gaps = 0
+        """The number of steps in a row with this gap."""
 
     def is_in_step(self) -> bool:
-        """A step is complete. Whether the loop is over this iterator."""
+        """Count a complete step. Returns whether the training loop is over this iterator."""
         gap, self.seen = self.taken - self.seen, self.taken
-        self.alike = self.alike + 1 if gap and gap == self.gap else int(gap > 0)
+        self.equal_gaps = self.equal_gaps + 1 if gap and gap == self.gap else int(gap > 0)
         self.gap = gap
-        return self.alike >= STEPS
+        return self.equal_gaps >= STEPS
 
 
 class _Counted(_Count):
@@ -76,23 +83,23 @@ class _Counted(_Count):
 
 
 def _kinds_of_loaders() -> list[Any]:
-    """torch's class, and torchdata's, which begins a pass by itself, if the program has imported it."""
+    """torch's class, and that of torchdata if the program has imported it, which has its own way to begin a pass."""
     torchdatas = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
     return [DataLoader] if torchdatas is None else [DataLoader, torchdatas]
 
 
 class UntrackedData:
-    """Looks at the first steps of a training."""
+    """Searches for the loader of the training loop, in the first steps."""
 
     def __init__(self, tracked: Callable[[], Collection[Any]]) -> None:
         """`tracked`: the objects that are tracked."""
         self._tracked = tracked
         self._live: weakref.WeakSet[_Counted] = weakref.WeakSet()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        """torch's iterators of passes that have begun since."""
+        """torch's iterators of the passes that have begun since this object was made."""
         self._early: weakref.WeakKeyDictionary[Any, _Count] = weakref.WeakKeyDictionary()
-        """By torch's iterator: passes that had begun before."""
-        self._looks = 0
+        """The passes that had begun before, by torch's iterator."""
+        self._steps = 0
         self._hooks = contextlib.ExitStack()
         for kind in _kinds_of_loaders():
             self._replace(kind)
@@ -100,6 +107,7 @@ class UntrackedData:
             self._replace_next(kind)
 
     def _replace(self, kind: Any) -> None:
+        """Count the batches of passes that this class begins."""
         begin = kind.__iter__
         note = weakref.WeakMethod(self._note)
 
@@ -112,6 +120,7 @@ class UntrackedData:
         self._hooks.enter_context(replaced(kind, __iter__=counted))
 
     def _replace_next(self, kind: Any) -> None:
+        """Count the batches that this class of iterators hands out."""
         following = kind.__next__
         note = weakref.WeakMethod(self._note_batch)
 
@@ -127,39 +136,39 @@ class UntrackedData:
 
     def _note(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._known.add(batches)
-        if isinstance(loader.dataset, Seeded):  # loaders of ours are torch's within, and keep their position
+        if isinstance(loader.dataset, Seeded):  # it is inside an ht.DataLoader, which keeps the position
             return batches
         counted = _Counted(loader, batches)
         self._live.add(counted)
         return counted
 
     def _note_batch(self, batches: Any) -> None:
-        """A pass has handed out a batch."""
+        """Count a batch of a pass that had begun before."""
         if batches not in self._known and not isinstance(torch_private.parts_of_pass(batches)[0], Seeded):
             self._early.setdefault(batches, _Count()).taken += 1
 
     def at_step(self) -> bool:
-        """A step is complete. True once: the loop is over a loader that is not tracked."""
-        if self._looks >= LOOKS_MAX:
+        """Count a complete step. Returns True once, if the training loop is over a loader that is not tracked."""
+        if self._steps >= SEARCH_STEPS_MAX:
             return False
-        self._looks += 1
+        self._steps += 1
         loaders = [each.loader() for each in list(self._live) if each.is_in_step()]
-        # Several, if the loop is over a zip() of them.
+        # There are several if the loop is over a zip() of them.
         found = [_parts_of_loader(each) for each in loaders if each is not None]
         found += [_parts_of_pass(batches) for batches, count in list(self._early.items()) if count.is_in_step()]
-        if found or self._looks == LOOKS_MAX:
+        if found or self._steps == SEARCH_STEPS_MAX:
             self.stop()
         return not all(map(self._is_tracked, found))
 
     def _is_tracked(self, parts: Sequence[Any]) -> bool:
-        """Whether a loader is, or what it draws its samples from."""
+        """Whether a loader is tracked, or one of the objects from which it draws its samples."""
         tracked = {id(each) for each in self._tracked()}
         within = {id(torch_private.pass_of(each)) for each in self._tracked()}
         return any(id(each) in tracked | within for each in parts if each is not None)
 
     def stop(self) -> None:
         """Put torch's own function back."""
-        self._looks = LOOKS_MAX
+        self._steps = SEARCH_STEPS_MAX
         self._hooks.close()
 
 
@@ -173,7 +182,7 @@ def _parts_of_pass(batches: Any) -> list[Any]:
 
 
 def _samplers(sampler: Any) -> list[Any]:
-    """A sampler, and the one within it, if it makes batches."""
+    """A sampler, and the one inside it if it makes batches."""
     return [sampler, getattr(sampler, "sampler", None)]
 
 
@@ -181,17 +190,17 @@ class UntrackedOptimizers:
     """Optimizers that step parameters of some models and are not among those that are tracked."""
 
     def __init__(self, models: Iterable[nn.Module], tracked: Iterable[Optimizer], others: Iterable[Any]) -> None:
-        """`others`: further tracked objects, one of which may have an optimizer inside, and its state with its own."""
+        """`others`: further tracked objects. An optimizer inside one of them counts as tracked."""
         self._parameters = {id(each) for model in models for each in model.parameters()}
-        # A wrapper, as accelerate's, steps torch's own inside, and has its state.
+        # The wrapper of accelerate steps torch's optimizer inside, and has its state.
         self.tracked = {id(each) for one in tracked for each in (one, getattr(one, "optimizer", None))}
+        """The identities of the tracked optimizers."""
         self.tracked |= {id(each) for one in others for each in _optimizers_in(one)}
-        """By identity."""
         self.found = ""
-        """The class of one that has stepped."""
+        """The class of an optimizer that has stepped and is not tracked; empty: there is none."""
 
     def note(self, optimizer: Optimizer) -> bool:
-        """An optimizer steps. Returns whether it steps parameters of the models."""
+        """Note that an optimizer steps. Returns whether it steps parameters of the models."""
         if id(optimizer) in self.tracked:
             return True
         steps = any(id(each) in self._parameters for group in optimizer.param_groups for each in group["params"])

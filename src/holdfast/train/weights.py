@@ -1,7 +1,7 @@
 """Loads the weights of a model from a snapshot of another run, for a new run.
 
-Every rank reads what it holds, and checks the bytes that it reads. Nothing else of the snapshot is restored: no step,
-no optimizer, no random numbers. Going on with a run is resuming.py."""
+Every rank reads the parts that it has of the model, and checks the bytes that it reads. Nothing else of the snapshot is
+restored: no step, no optimizer, no random numbers. To go on with a run, see resuming.py."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from holdfast.train.tracked import Compared, Shared, TrackedModel, check_tied, l
 
 
 def load_weights(model: nn.Module, folder_or_snapshot: str | os.PathLike[str], *, strict: bool = True) -> int:
-    """Give this model the weights and buffers that a run has saved; returns the step at which it did.
+    """Give this model the weights and buffers that a run has saved. Returns the step at which they were saved.
 
-    For a new run, in a folder of its own, that begins with the weights of another one. Call it on every rank, before
-    the first step and before `resume()`; the model may be wrapped or sharded. `folder_or_snapshot`: a snapshot folder,
-    whose newest snapshot is used, or one snapshot in it (`runs/a/step_000000120.0001`), or the URL of either. If it
-    has several models, the one that fits is taken.
+    It is for a new run, in a folder of its own, that begins with the weights of another one. Call it on every rank,
+    before the first step and before `resume()`; the model may be wrapped or sharded. `folder_or_snapshot`: a snapshot
+    folder, whose newest snapshot is used, or one snapshot in it (`runs/a/step_000000120.0001`), or the URL of either.
+    If it has several models, the one that fits best is taken.
 
     strict   False: tensors that are on one side only are named in a warning, and numbers are converted to the
              model's types
 
-    Raises StateMismatchError when the model does not fit, NoValidSnapshotError without a snapshot, SnapshotError.
+    Raises StateMismatchError if the model does not fit, NoValidSnapshotError without a snapshot, SnapshotError.
     """
     snapshot = _snapshot(folder_or_snapshot)
     with opened(snapshot) as saved:
@@ -76,6 +76,7 @@ def _compared(model: TrackedModel, saved: Saved, models: Mapping[str, Any]) -> C
 
 
 def _fitting(found: Mapping[str, Compared], snapshot: Snapshot) -> str:
+    """The name of the saved model that fits best. Raises StateMismatchError if there is none."""
     if not found:
         raise StateMismatchError(f"{snapshot.path} has no model: it was saved without track(model=…)")
     return min(found, key=lambda name: _misfit(found[name], name))

@@ -140,6 +140,6 @@ def test_without_the_library_one_line_names_the_extra(name: str, monkeypatch: py
             monkeypatch.setitem(sys.modules, each, None)
     monkeypatch.delitem(sys.modules, f"holdfast.train.integrations.{name}", raising=False)
     with pytest.raises(
-        MissingPackageError, match=rf"^holdfast\.integrations\.{name} .*pip install 'holdfast\[{name}\]'$"
+        MissingPackageError, match=rf"^holdfast\.train\.integrations\.{name} .*pip install 'holdfast\[{name}\]'$"
     ):
         import_module(f"holdfast.train.integrations.{name}")

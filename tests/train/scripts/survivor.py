@@ -235,7 +235,7 @@ def main() -> None:
     torch.set_num_threads(1)
     in_saves()
     if case.apart:  # nobody sees that the owner of the folder's lease is dead, and to wait for that never ends
-        leases._machine, leases.LOOK_S = lambda: f"of {os.getpid()}", 3600.0
+        leases._machine, leases.POLL_S = lambda: f"of {os.getpid()}", 3600.0
     if case.copies:
         copies.node_key = lambda: str(LOCAL_RANK)
     snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5, copies=case.copies)

@@ -24,7 +24,7 @@ from holdfast.memory_folder import COPIES, FETCHED, KEY, remove_folder
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.train.snapshots import copy_connection, copy_service, disk, mapping, slots
 from holdfast.train.snapshots.changes import SaveRequest
-from holdfast.train.snapshots.copy_connection import CopyConnection, Pace
+from holdfast.train.snapshots.copy_connection import CopyConnection, RateLimit
 from holdfast.train.snapshots.copy_service import CopyService, all_slots, fetch
 from holdfast.train.snapshots.mapping import Mappings
 from holdfast.train.snapshots.saver_connection import key_of_life
@@ -398,11 +398,11 @@ def test_the_bandwidth_is_what_all_threads_have_together(monkeypatch: pytest.Mon
     now = [100.0]
     monkeypatch.setattr(copy_service.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(copy_service.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
-    pace = Pace(1000.0)
+    pace = RateLimit(1000.0)
     for _ in range(11):
         pace.spend(500)
     assert now[0] == pytest.approx(105.0)
-    Pace(0).spend(1 << 40)
+    RateLimit(0).spend(1 << 40)
     assert now[0] == pytest.approx(105.0)
 
 

@@ -173,7 +173,7 @@ def test_a_lease_can_be_taken_on_a_full_disk(tmp_path: Path) -> None:
         assert lease.owner(path).pid == os.getpid()
         second.confirm()
         try:
-            lease.acquire(path, "b", look_s=0.01)
+            lease.acquire(path, "b", poll_s=0.01)
         except SnapshotBusyError:
             pass
         else:

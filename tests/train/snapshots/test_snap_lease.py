@@ -94,27 +94,27 @@ def test_a_live_owner_elsewhere_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "run_id", "more", "looks"),
+    ("owner", "run_id", "more", "polls"),
     [
-        pytest.param(ELSEWHERE, "mine", {}, lease.LOOKS, id="dead or stopped"),
+        pytest.param(ELSEWHERE, "mine", {}, lease.POLLS, id="dead or stopped"),
         pytest.param(ELSEWHERE, "mine", {"lost": 7}, 0, id="known to be lost"),
-        pytest.param(ELSEWHERE, "mine", {"lost": 6}, lease.LOOKS, id="another job has taken it since"),
+        pytest.param(ELSEWHERE, "mine", {"lost": 6}, lease.POLLS, id="another job has taken it since"),
         # holdfast starts a generation when none of the others is left.
         pytest.param(OF_JOB, "mine", {"job_uid": "node7#1"}, 0, id="an earlier generation of the same job"),
-        pytest.param(OF_JOB, "mine", {"job_uid": "node7#2"}, lease.LOOKS, id="of another job"),
-        pytest.param(replace(ELSEWHERE, run_id=""), "", {}, lease.LOOKS, id="a run id that is none"),
-        pytest.param(replace(ELSEWHERE, run_id="none"), "none", {}, lease.LOOKS, id="a run id that everybody has"),
+        pytest.param(OF_JOB, "mine", {"job_uid": "node7#2"}, lease.POLLS, id="of another job"),
+        pytest.param(replace(ELSEWHERE, run_id=""), "", {}, lease.POLLS, id="a run id that is none"),
+        pytest.param(replace(ELSEWHERE, run_id="none"), "none", {}, lease.POLLS, id="a run id that everybody has"),
         pytest.param(replace(HERE, pid=2**22 + 1), "other", {}, 0, id="dead on this machine"),
         pytest.param(replace(HERE, started="1"), "mine", {}, 0, id="a pid that is used again"),
     ],
 )
 def test_an_owner_that_does_not_beat_is_waited_for(
-    tmp_path: Path, owner: LeaseOwner, run_id: str, more: dict[str, Any], looks: int
+    tmp_path: Path, owner: LeaseOwner, run_id: str, more: dict[str, Any], polls: int
 ) -> None:
     write(tmp_path, 7, owner, 1)
     waits = Waits()
     with acquire(tmp_path, run_id, wait=waits, **more) as held:
-        assert (held.number, waits.count, numbers(tmp_path)) == (8, looks, ["lease.000008"])
+        assert (held.number, waits.count, numbers(tmp_path)) == (8, polls, ["lease.000008"])
 
 
 def test_a_lease_of_another_version_names_its_owner(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_the_same_run_takes_over_sooner(tmp_path: Path) -> None:
     write(tmp_path, 7, ELSEWHERE, 1)
     waits = Waits(lambda count: count == 2 and write(tmp_path, 7, ELSEWHERE, 2))
     with acquire(tmp_path, "other", wait=waits):
-        assert waits.count == 2 + lease.LOOKS_SAME_RUN
+        assert waits.count == 2 + lease.POLLS_SAME_RUN
 
 
 def test_the_same_run_does_not_rob_who_beats(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_live_and_then_killed_owner_on_this_machine(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "held\n"
             with pytest.raises(SnapshotBusyError, match=f"process {process.pid} on"):
-                acquire(tmp_path, "b", look_s=0.2, looks=20)
+                acquire(tmp_path, "b", poll_s=0.2, polls=20)
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL
@@ -171,7 +171,7 @@ def test_a_live_and_then_killed_owner_on_this_machine(tmp_path: Path) -> None:
 
 def test_twice_in_one_process(tmp_path: Path) -> None:
     with acquire(tmp_path, "none", beat_s=0.02), pytest.raises(SnapshotBusyError, match="a job without a name"):
-        acquire(tmp_path, "none", look_s=0.2, looks=50)
+        acquire(tmp_path, "none", poll_s=0.2, polls=50)
 
 
 def test_who_lost_the_lease_is_told_and_takes_nothing_back(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_lease_that_cannot_be_read_is_somebodys(tmp_path: Path, text: str) -> 
     (tmp_path / "lease.000001").write_text(text, encoding="latin1")
     waits = Waits()
     with acquire(tmp_path, "a", wait=waits):
-        assert waits.count == lease.LOOKS
+        assert waits.count == lease.POLLS
 
 
 def test_of_several_contenders_one_wins(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_of_several_contenders_one_wins(tmp_path: Path) -> None:
     def contend(_: int) -> FolderLease | None:
         barrier.wait()
         with contextlib.suppress(SnapshotBusyError):
-            return acquire(tmp_path, "", beat_s=0.005, look_s=0.04, looks=100)
+            return acquire(tmp_path, "", beat_s=0.005, poll_s=0.04, polls=100)
         return None
 
     for number in range(20):

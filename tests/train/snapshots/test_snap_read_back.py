@@ -211,7 +211,7 @@ def test_nothing_old_goes_before_a_newer_one_is_read_back(
 ) -> None:
     """Rank 1's node has not read its file yet: retention waits, and when the file turns out damaged, the older
     stays."""
-    monkeypatch.setattr(reading, "LOOK_S_MAX", 0.02)
+    monkeypatch.setattr(reading, "POLL_S_MAX", 0.02)
     snapshot, _ = saved
     path = snapshot.path.parent
     assert isinstance(path, Path)

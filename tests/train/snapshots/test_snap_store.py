@@ -32,7 +32,7 @@ from holdfast.train.snapshots.changes import Keep, SaveRequest, prune
 from holdfast.train.snapshots.folder import RankFile
 from holdfast.train.snapshots.layout import Key, rank_file
 from holdfast.train.snapshots.lives import JobHistory, LifeFailure
-from holdfast.train.snapshots.remote import RemotePath, place_of
+from holdfast.train.snapshots.remote import RemotePath, location_of
 from tests.support.limits import limit_s, until
 from tests.support.object_store import (
     BUCKET,
@@ -90,7 +90,7 @@ def uploads(url: str) -> list[str]:
     return [each["Key"] for each in fs.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads") or []]
 
 
-def download(path: remote.Place, to: Path) -> Path:
+def download(path: remote.Location, to: Path) -> Path:
     """A committed prefix, as any tool copies it."""
     assert isinstance(path, RemotePath)
     (to / path.name).mkdir(parents=True)
@@ -102,7 +102,7 @@ def download(path: remote.Place, to: Path) -> Path:
 def test_is_read_as_it_was_saved_and_is_a_plain_folder_when_copied(url: str, tmp_path: Path) -> None:
     assert folder.survey(url).fresh
     for step, items in ((5, 300_000), (7, PARTS), (7, 300_000)):
-        save(place_of(url), step, items=items)
+        save(location_of(url), step, items=items)
     found = folder.survey(url)
     assert [each.key for each in found.committed] == [(5, 1), (7, 1), (7, 2)]
     assert load(found.committed[1]) == [content(7, rank, PARTS) for rank in range(2)]
@@ -194,7 +194,7 @@ def test_killed_in_every_phase(url: str, store: ObjectStore) -> None:
 def test_lives_leave_marks_history_and_failures(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (20, 40, 60):
         save(url, step)
-    place = place_of(url)
+    place = location_of(url)
     lives.mark(place, [Key(60, 1)], "because")
     found = folder.survey(url)
     assert [[each.step for each in some] for some in (found.committed, found.suspects)] == [[20, 40], [60]]
@@ -215,9 +215,9 @@ def test_lives_leave_marks_history_and_failures(url: str, capsys: pytest.Capture
 
 
 def test_a_failed_rank_does_not_wait_for_the_store(url: str, proxy: FaultyProxy) -> None:
-    place_of(url).sizes()
+    location_of(url).sizes()
     proxy.fault, proxy.seen = lambda method, path: "cut", []
-    lives.note_failure(place_of(url), LifeFailure("ValueError: 1", 61, "a"))
+    lives.note_failure(location_of(url), LifeFailure("ValueError: 1", 61, "a"))
     assert 1 <= len(proxy.seen) <= 2  # aiohttp itself sends it again when an old connection was cut
 
 
@@ -255,7 +255,7 @@ def test_a_store_that_stays_away_is_one_clear_error(
 def test_damage_is_found_and_set_aside(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3, 4):
         save(url, step)
-    root = place_of(url)
+    root = location_of(url)
     (root / "step_000000004.0001" / rank_file(1)).delete()
     flipped = bytearray(content(3, 0))
     flipped[5000] ^= 1
@@ -325,7 +325,7 @@ def test_one_of_many_contenders_gets_the_lease(url: str, monkeypatch: pytest.Mon
 
     def contend(_: int) -> lease.FolderLease | None:
         with contextlib.suppress(SnapshotBusyError):
-            return lease.acquire(url, "", beat_s=0.05, look_s=limit_s(0.2))
+            return lease.acquire(url, "", beat_s=0.05, poll_s=limit_s(0.2))
         return None
 
     for number in range(1, 3):
@@ -337,7 +337,7 @@ def test_one_of_many_contenders_gets_the_lease(url: str, monkeypatch: pytest.Mon
 
 def test_a_lease_that_another_job_has_taken_is_noticed(url: str) -> None:
     held = lease.acquire(url, "first", beat_s=0.05)
-    seen = place_of(url) / "lease.000001"
+    seen = location_of(url) / "lease.000001"
     text = seen.read(0, 10_000).decode().replace("first", "second")
     seen.put(text.encode())  # as a store without conditional puts lets it
 
@@ -376,13 +376,13 @@ def test_bad_urls_are_one_clear_message(bad: str, capsys: pytest.CaptureFixture[
     assert "HF135" in told
     assert "topsecret" not in told
     with pytest.raises(SnapshotURLError):
-        remote.filesystem(str(place_of(bad)))
+        remote.filesystem(str(location_of(bad)))
 
 
 def test_a_path_that_was_a_url_is_an_error_and_a_file_url_is_a_path(tmp_path: Path) -> None:
     with pytest.raises(SnapshotURLError, match="as a text"):
-        place_of(Path("s3://bucket/run"))
-    assert place_of(f"file://{tmp_path}") == tmp_path
+        location_of(Path("s3://bucket/run"))
+    assert location_of(f"file://{tmp_path}") == tmp_path
 
 
 def test_a_missing_package_is_one_line_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,15 @@
-"""Which rank trains which sample when: the order of samples in an epoch, the position in it, and how a global batch is
-dealt to the ranks.
+"""The plan of an epoch: the order of its samples, the position in it, and the division of a global batch among the
+ranks.
 
     datasets.py     the same for data that can only be read in sequence; random numbers of a sample's augmentation
     loader.py       DataLoader: all of it around torch's loader
     sampler.py      DistributedSampler: for scripts that keep torch's loader
 
-Here is arithmetic on (seed, epoch, length, cursor); equal on all ranks and for any number of ranks. Knows no dataset.
+This file is arithmetic on (seed, epoch, length, cursor): equal on all ranks, and for any number of ranks. It knows no
+dataset.
 
-**Order.** numpy and torch do not promise that `permutation` and `randperm` give the same order in their next version; a
-snapshot outlives versions. So the order is specified here, from what cannot change:
+**Order.** numpy and torch do not promise that `permutation` and `randperm` give the same order in their next version,
+but a snapshot outlives versions. So the order is specified here, by what cannot change:
 
 - up to ARRAY_LENGTH_MAX samples: the i-th output of Philox4x64-10 (a published algorithm; numpy keeps its raw
   streams) with the key (seed, epoch) and the counter 0 is sample i's number; its lowest 24 bits are replaced by i;
@@ -16,13 +17,13 @@ snapshot outlives versions. So the order is specified here, from what cannot cha
 - above: a Feistel network of ROUNDS rounds on pairs (a, b) of about the square root of the length, its round keys the
   first outputs of the same Philox. It needs no memory, and any stretch of the order is computed alone.
 
-**Position.** The first `cursor` positions of the order are trained and no others. A loader hands a batch out; the
-loop's body trains it. It counts, exactly once, as soon as
+**Position.** The first `cursor` positions of the order are trained and no others. A loader hands a batch out, and the
+loop's body trains it. The batch counts as trained, exactly once, as soon as
 
 - `trained()` says so (`snaps.step()` calls it), or
 - the next batch is asked for, or
-- `state_dict()` is called while nobody has ever called `trained()` on this loader: then a state taken in the body
-  counts the batch that the body has, as torchdata's stateful loader does.
+- `state_dict()` is called while `trained()` was never called on this loader: then a state taken in the body counts the
+  batch that the body has, as torchdata's stateful loader does.
 
 Batches that were only fetched ahead never count.
 
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from holdfast.train.data.loader import DataLoader
 
 Tail = Literal["even", "drop", "pad"]
-"""What becomes of the last, smaller global batch of an epoch:
+"""The treatment of the last, smaller global batch of an epoch:
 
 even  dealt evenly with corrected weights: nothing is lost or repeated. A rank for which no sample is left gets the
       step's first one with weight 0, so that it takes part in the collectives and learns nothing from it
@@ -80,11 +81,12 @@ class Share:
     step_stop: int
     """The positions of the whole optimizer step, all ranks together."""
     micro: int
-    """Which micro-batch of the optimizer step this is, from 0."""
+    """The number of this micro-batch in its optimizer step, from 0."""
     micro_batches: int
     """Micro-batches per optimizer step, the same on every rank."""
     weight: float
-    """The batch's size by the mean size of the step's batches; 0 for one that only keeps the ranks in step."""
+    """The batch's size divided by the mean size of the step's batches; 0 for a batch that only lets its rank take part
+    in the collectives."""
 
     @property
     def last(self) -> bool:
@@ -98,8 +100,8 @@ class Share:
 
     @property
     def cursor(self) -> int:
-        """How much of the epoch counts as trained once this batch is: micro-batches count when their step is
-        complete."""
+        """The number of samples of the epoch that count as trained once this batch is: micro-batches count when their
+        step is complete."""
         return self.step_stop if self.last else self.step_start
 
 
@@ -115,27 +117,29 @@ class HasShare(Protocol):
         """Micro-batches per optimizer step."""
 
 
-_in_hand: ContextVar[ref[DataLoader] | None] = ContextVar("holdfast.train.in_hand", default=None)
+_current_loader: ContextVar[ref[DataLoader] | None] = ContextVar("holdfast.train.current_loader", default=None)
 
 
-def in_hand() -> DataLoader | None:
-    """The loader whose batch the loop's body has, so that `ht.accumulate` need not be given it."""
-    found = _in_hand.get()
+def current_loader() -> DataLoader | None:
+    """The loader whose batch the loop's body has; None: there is none. By it `ht.accumulate` needs no argument."""
+    found = _current_loader.get()
     return None if found is None else found()
 
 
-def set_in_hand(loader: DataLoader | None) -> None:
-    """A loader hands out a batch, or its pass is over and the loop around it goes on. Keeps no loader alive."""
-    _in_hand.set(None if loader is None else ref(loader))
+def set_current_loader(loader: DataLoader | None) -> None:
+    """Declare which loader's batch the loop's body has: a loader calls this when it hands out a batch, and when its
+    pass is over, for the loop around it. No loader is kept alive by this."""
+    _current_loader.set(None if loader is None else ref(loader))
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """How many samples an optimizer step takes and into how many parts they are cut."""
+    """The size of an optimizer step, and the number of parts into which its samples are cut."""
 
     size: int
     """Samples per optimizer step, of all ranks together."""
     world: int
+    """The number of ranks."""
     micro_batches: int
     """Micro-batches per rank and optimizer step."""
     tail: Tail = "even"
@@ -152,7 +156,7 @@ class GlobalBatch:
 
     @classmethod
     def following(cls, world: int, batch_size: int, micro_batches: int = 1, tail: Tail = "even") -> GlobalBatch:
-        """`batch_size` samples per rank and micro-batch: the global batch changes with the world, as with torch's
+        """A global batch of `batch_size` samples per rank and micro-batch: it changes with the world, as with torch's
         loader."""
         for name, value in (("batch_size", batch_size), ("micro_batches", micro_batches)):
             positive(name, value)
@@ -160,7 +164,8 @@ class GlobalBatch:
 
     @classmethod
     def kept(cls, size: int, world: int, batch_size_max: int | None = None, tail: Tail = "even") -> GlobalBatch:
-        """`size` samples whatever the world; no rank takes more than `batch_size_max` of them at once."""
+        """A global batch of `size` samples, whatever the world. No rank takes more than `batch_size_max` of them at
+        once; None: no limit."""
         positive("global_batch_size", size)
         per_rank = -(-size // world)
         if batch_size_max is None:
@@ -175,7 +180,7 @@ class GlobalBatch:
 
     @property
     def batch_size(self) -> int:
-        """Samples of the largest batch that a rank gets at once."""
+        """The number of samples in the largest batch that a rank gets at once."""
         return -(-self.size // self.parts)
 
     def steps(self, cursor: int, length: int) -> int:
@@ -194,8 +199,8 @@ class GlobalBatch:
             yield from self._deal_step(rank, start, min(start + self.size, length))
 
     def samples_ahead(self, cursor: int, length: int, count: int) -> list[int]:
-        """Samples of each of the next optimizer steps of this epoch, at most `count`; with "pad" the repeated ones
-        count."""
+        """The number of samples of each of the next optimizer steps of this epoch, for at most `count` steps; with
+        "pad" the repeated samples count."""
         steps = min(count, self.steps(cursor, length))
         return [
             self._samples(start, min(start + self.size, length))
@@ -203,6 +208,7 @@ class GlobalBatch:
         ]
 
     def _samples(self, start: int, stop: int) -> int:
+        """The number of samples of the optimizer step at these positions, those repeated by "pad" included."""
         if self.tail == "pad" and stop - start < self.size:
             return -(-(stop - start) // self.parts) * self.parts
         return stop - start
@@ -215,24 +221,26 @@ class GlobalBatch:
             first = start + part * size + min(part, larger)
             own = size + (part < larger)
             weight = own * self.parts / samples
-            if own == 0:
+            if own == 0:  # "even" with fewer samples than parts: the step's first sample, with weight 0
                 first, own = start, 1
             yield Share(first, first + own, start, stop, micro, self.micro_batches, weight)
 
 
 def positive(name: str, value: int) -> None:
-    """Raises DataError for what is not a number of things."""
+    """Raise DataError unless the value is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise DataError(f"{name}={value!r} is not a positive whole number.")
 
 
 ARRAY_LENGTH_MAX = 10_000_000
-"""Samples. Part of the specification: another bound is another order."""
+"""Largest number of samples whose order is computed as an array. Part of the specification: another bound is another
+order."""
 ROUNDS = 8
+"""Rounds of the Feistel network."""
 SEQUENTIAL = "sequential"
 SHUFFLED = "shuffled-1"
-"""Names of orders, kept in snapshots so that a position is never read in another order; another specification gets
-another number."""
+"""Names of orders. Snapshots contain them, so that a position is never used in another order; another specification
+gets another number."""
 _INDEX_BITS = 24
 _WORD = 1 << 64
 
@@ -241,7 +249,7 @@ Integers: TypeAlias = Any
 
 
 class EpochOrder:
-    """An epoch's order; without a subclass the dataset's own."""
+    """The order of an epoch. This class is the dataset's own order; subclasses shuffle."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -257,7 +265,8 @@ class EpochOrder:
 
 
 class Shuffled(EpochOrder):
-    """Up to ARRAY_LENGTH_MAX samples: 4 bytes each, and about 80 ns each at the epoch's start."""
+    """The order of up to ARRAY_LENGTH_MAX samples. It takes 4 bytes for each, and about 80 ns for each at the epoch's
+    start."""
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         super().__init__(length)
@@ -273,7 +282,8 @@ class Shuffled(EpochOrder):
 
 
 class Feistel(EpochOrder):
-    """Any length, no memory. Outputs outside the length are sent through the network again until they are inside."""
+    """The order of more samples, computed without memory. Outputs outside the length are sent through the network again
+    until they are inside."""
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         super().__init__(length)
@@ -306,7 +316,7 @@ def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder
 
 
 def philox(seed: int, epoch: int) -> Any:
-    """Philox4x64-10 under the key (seed, epoch). Raises DataError for an epoch below 0."""
+    """The random stream of Philox4x64-10 with the key (seed, epoch). Raises DataError for an epoch below 0."""
     if epoch < 0:
         raise DataError(f"Epochs are counted from 0; {epoch} is none.")
     return np.random.Philox(key=np.array([seed % _WORD, epoch], dtype=np.uint64), counter=0)
@@ -319,10 +329,11 @@ def _mixed(numbers: Integers) -> Integers:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def place(ranks: tuple[int, int] | None) -> tuple[int, int]:
-    """(rank, world); what is given explicitly wins: with tensor parallelism, the rank among the data-parallel groups.
+def rank_and_world(ranks: tuple[int, int] | None) -> tuple[int, int]:
+    """This process's rank, and the number of ranks: `ranks`, or those of the process group, or those in the
+    environment. A script gives `ranks` with tensor parallelism: its rank among the data-parallel groups.
 
-    Raises DataError for what is not such a pair.
+    Raises DataError if `ranks` is no such pair.
     """
     if ranks is None:
         rank, world = _found()
@@ -355,70 +366,74 @@ class Position:
     def __init__(self, seed: int, length: int, order: str) -> None:
         self.seed = seed
         self.length = length
+        """The number of samples in an epoch."""
         self.order = order
+        """The order's name."""
         self.epoch = 0
         self.cursor = 0
-        self.in_hand: int | None = None
-        """The cursor as it will be when the batch in the loop's body is trained."""
+        """The number of samples of the epoch that are trained, of all ranks together."""
+        self.pending_cursor: int | None = None
+        """The cursor as it will be when the batch in the loop's body is trained; None: the body has no batch."""
         self._reported = False
+        """Whether `trained` was ever called."""
         self._as_loaded = False
-        """A state was loaded and nothing trained since."""
-        self._behind = False
-        """The epoch that was asked for had been trained to its end before the loaded state was saved."""
+        """Whether a state was loaded and nothing trained since."""
+        self._asked_is_done = False
+        """Whether the epoch that was asked for had been trained to its end before the loaded state was saved."""
 
     @property
     def begins_epoch(self) -> bool:
-        """Nothing of the epoch that was asked for is trained."""
-        return self.cursor == 0 and not self._behind
+        """Whether nothing of the epoch that was asked for is trained."""
+        return self.cursor == 0 and not self._asked_is_done
 
     def begin(self) -> bool:
-        """A pass over the rest of the epoch begins. Returns False if the epoch is finished."""
-        self.in_hand = None
-        behind, self._behind = self._behind, False
-        return not behind
+        """Begin a pass over the rest of the epoch. Returns False if the epoch is finished."""
+        self.pending_cursor = None
+        is_done, self._asked_is_done = self._asked_is_done, False
+        return not is_done
 
     def hand_out(self, cursor: int) -> None:
-        """The loop's body gets a batch; when it is trained the cursor will be `cursor`."""
-        self.in_hand = cursor
+        """Note that the loop's body gets a batch; when it is trained the cursor will be `cursor`."""
+        self.pending_cursor = cursor
 
     def trained(self) -> None:
-        """The batch that the loop's body has is trained. Calling it twice counts it once."""
+        """Count the batch in the loop's body as trained, because the script says so. A second call changes nothing."""
         self._reported = True
-        self.settle()
+        self.count_pending()
 
-    def settle(self) -> None:
-        """The next batch was asked for."""
-        if self.in_hand is not None:
-            self.cursor, self.in_hand = self.in_hand, None
+    def count_pending(self) -> None:
+        """Count the batch in the loop's body as trained, if it has one."""
+        if self.pending_cursor is not None:
+            self.cursor, self.pending_cursor = self.pending_cursor, None
             self._as_loaded = False
 
     def give_up(self) -> None:
-        """The batch that the loop's body has is not trained, and comes again."""
-        self.in_hand = None
+        """Do not count the batch in the loop's body: it is handed out again."""
+        self.pending_cursor = None
 
     def finish(self) -> None:
-        """The pass came to the epoch's end."""
-        self.settle()
+        """End the pass at the epoch's end; the next epoch follows."""
+        self.count_pending()
         self._begin_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass goes over `epoch` from its start; over its rest when a state inside it was loaded just
-        before."""
+        """Let the next pass go over `epoch`, from its start; if a state inside it was loaded just before, over its
+        rest. Raises DataError."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise DataError(f"Epochs are whole numbers from 0; {epoch!r} is none.")
         if self._as_loaded and epoch <= self.epoch:
-            self._behind = epoch < self.epoch
+            self._asked_is_done = epoch < self.epoch
         else:
             self._begin_epoch(epoch)
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self.cursor = epoch, 0
-        self.in_hand, self._as_loaded, self._behind = None, False, False
+        self.pending_cursor, self._as_loaded, self._asked_is_done = None, False, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and a string; the same on all ranks."""
+        """The position as plain numbers and a text; the same on all ranks."""
         if not self._reported:
-            self.settle()
+            self.count_pending()
         return {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -428,13 +443,15 @@ class Position:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises DataStateError, and changes nothing, when the state belongs to something else."""
+        """Go on at this position. Raises DataStateError, and changes nothing, if the state belongs to something
+        else."""
         if missing := {"seed", "epoch", "cursor", "length", "order"} - set(state):
             raise DataStateError(f"This is not a loader's state: {', '.join(sorted(missing))} missing.")
         for name in ("seed", "epoch", "cursor", "length"):
             value = state[name]
             if isinstance(value, bool) or not isinstance(value, int) or (value < 0 and name != "seed"):
                 raise DataStateError(f"The loader's state is damaged: {name} is {value!r}.")
+
         if state["length"] != self.length:
             raise DataStateError(
                 f"The snapshot's dataset had {state['length']:,} samples, this one has {self.length:,}: "
@@ -453,6 +470,7 @@ class Position:
             raise DataStateError(
                 f"The loader's state is damaged: {state['cursor']:,} of {self.length:,} samples trained."
             )
+
         self._begin_epoch(state["epoch"])
         self.cursor = state["cursor"]
         self._as_loaded = True

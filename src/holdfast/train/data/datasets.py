@@ -32,7 +32,7 @@ from holdfast.protocol.errors import DataError
 from holdfast.train.data import EpochOrder, Integers, Share, order_of
 
 SHARDS_OPEN_MAX = 256
-"""Shards that one process reads at the same time; beyond that the one unused for longest is closed."""
+"""Limit of the shards that one process reads at the same time. Beyond it the one unused for longest is closed."""
 _WORD = (1 << 64) - 1
 
 
@@ -47,7 +47,7 @@ class BatchKey(NamedTuple):
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """64 bits for one sample in one epoch; for pipelines with generators of their own."""
+    """A seed of 64 bits for one sample in one epoch; for pipelines with generators of their own."""
     return _mixed(_mixed(_mixed(seed & _WORD) ^ epoch) ^ index)
 
 
@@ -55,8 +55,9 @@ class Seeded:
     """A map-style dataset whose `random`, numpy and torch (CPU) generators are seeded for each sample.
 
     In the training process the generators are put back afterwards, so that loading draws nothing from the trainer's.
-    A dataset that reads whole batches (`__getitems__`) is read so, and seeded once for each batch by its first sample.
-    Other attributes are the dataset's own, to read and to set: `get_worker_info().dataset` is this object.
+    A dataset that reads whole batches (`__getitems__`) is read by batches, and seeded once for each by its first
+    sample. Reading or setting any other attribute goes to the dataset, because `get_worker_info().dataset` is this
+    object.
     """
 
     __slots__ = ("_dataset", "_enabled", "_seed")
@@ -102,7 +103,8 @@ def _seeded(dataset: Any, seed: int, enabled: bool) -> Seeded:
 
 
 def _reads_batches(dataset: Any) -> bool:
-    """A Subset always has the method; it helps only if the dataset below has it too."""
+    """Whether the dataset reads whole batches. A Subset always has the method for it; it helps only if the dataset
+    below has it too."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
@@ -116,6 +118,7 @@ def _seed_generators(seed: int) -> None:
 
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
+    """Restore the generators after the block."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -126,7 +129,7 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _mixed(number: int) -> int:
-    """splitmix64."""
+    """The output of splitmix64 for this state."""
     number = (number + 0x9E3779B97F4A7C15) & _WORD
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -146,7 +149,7 @@ class ShardedDataset(IterableDataset, abc.ABC):  # type: ignore[misc]
                 with open(f"logs/{shard:03}.txt") as lines:
                     yield from itertools.islice(lines, start, None)
 
-    An endless source is given the sizes that an epoch is to have. For a random generator of your own,
+    For an endless source, `shard_sizes` says how many samples an epoch shall have. For a random generator of your own,
     `holdfast.train.data.datasets.sample_seed(seed, epoch, index)` is the seed of one sample.
     """
 
@@ -154,13 +157,13 @@ class ShardedDataset(IterableDataset, abc.ABC):  # type: ignore[misc]
 
     @abc.abstractmethod
     def read(self, shard: int, start: int) -> Iterator[Any]:
-        """The samples of one shard from number `start` on. Called again, further on, after a restart or resize."""
+        """The samples of one shard from number `start` on. After a restart or resize it is called again, with a later
+        number."""
 
     def decode(self, sample: Any) -> Any:
-        """What is trained, made of what `read` gave: the costly part belongs here.
-
-        `read` also goes over samples that other workers take; this is called for one's own alone, under the sample's
-        seed.
+        """The sample as it is trained, made of one that `read` gave. The costly part belongs here: `read` also goes
+        over samples that other workers take, while this is called only for the worker's own, with the generators seeded
+        for the sample.
         """
         return sample
 
@@ -176,26 +179,33 @@ class ShardedDataset(IterableDataset, abc.ABC):  # type: ignore[misc]
 
 
 class ShardOrder(EpochOrder):
-    """An epoch's order over shards. A sample's number is its shard's first number plus its place in the shard."""
+    """An epoch's order over shards. A sample's number is its shard's first number plus its index in the shard.
+
+    A round takes one sample of every shard that still has one. The rounds fall into stretches between the ends of
+    shards; within a stretch every round has the same shards, so a position is found by division."""
 
     def __init__(self, sizes: Integers, seed: int, epoch: int, *, shuffle: bool) -> None:
         super().__init__(int(sizes.sum()))
         self._first = np.cumsum(sizes) - sizes
         order = order_of(len(sizes), seed, epoch, shuffle=shuffle).take(np.arange(len(sizes))).astype(np.int64)
         self._shards = order[np.argsort(sizes[order], kind="stable")]
-        """By size: the shards that still have a sample in a round are always the last ones."""
+        """The shards by size, those of one size in the epoch's order: the shards that still have a sample in a round
+        are always the last ones."""
         by_size = sizes[self._shards]
         rounds = np.diff(by_size, prepend=0)
         self._rounds_before = by_size - rounds
+        """The number of rounds before each stretch."""
         self._ends = np.cumsum(rounds * np.arange(len(sizes), 0, -1))
+        """The position at which each stretch ends: its rounds times the shards that still have a sample."""
 
     def take(self, positions: Integers) -> Integers:
-        ended = np.searchsorted(self._ends, positions, side="right")
-        begins = np.where(ended > 0, self._ends[ended - 1], 0)
-        rounds, turn = np.divmod(positions - begins, len(self._shards) - ended)
-        return self._first[self._shards[ended + turn]] + self._rounds_before[ended] + rounds
+        stretch = np.searchsorted(self._ends, positions, side="right")  # as many shards have ended before it
+        begins = np.where(stretch > 0, self._ends[stretch - 1], 0)
+        rounds, turn = np.divmod(positions - begins, len(self._shards) - stretch)
+        return self._first[self._shards[stretch + turn]] + self._rounds_before[stretch] + rounds
 
     def share(self, share: Share) -> list[int]:
+        # Sorted, so that a rank reads from neighbouring shards only. Samples that "pad" repeats come after these.
         samples = np.sort(self.take(np.arange(share.step_start, share.step_stop)))
         if wrapped := max(0, share.stop - share.step_stop):
             samples = np.concatenate([samples, self.take(np.arange(wrapped) % self.length)])
@@ -204,13 +214,13 @@ class ShardOrder(EpochOrder):
 
 
 class ShardReader:
-    """Map-style access for torch's loader: forward in every shard, which is all that the order above asks for."""
+    """Access by index for torch's loader. Within a shard it only reads forward, which suffices for ShardOrder."""
 
     def __init__(self, dataset: ShardedDataset) -> None:
         self._dataset = dataset
         self._ends = np.cumsum(shard_sizes(dataset))
         self._open: OrderedDict[int, tuple[int, Iterator[Any]]] = OrderedDict()
-        """Shards by last use: the place of the next sample, and what gives it."""
+        """The open shards, in the order of their last use: index of the next sample, and the iterator over them."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -218,22 +228,25 @@ class ShardReader:
     def __getitem__(self, index: int) -> Any:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         size = self._dataset.shard_sizes[shard]
-        place = index - (int(self._ends[shard]) - size)
-        at, samples = self._open.pop(shard, (place + 1, iter(())))
-        if at > place:
-            at, samples = place, self._dataset.read(shard, place)
-        skipped = sum(1 for _ in itertools.islice(samples, place - at))
+        wanted = index - (int(self._ends[shard]) - size)
+        reached, samples = self._open.pop(shard, (wanted + 1, iter(())))
+        if reached > wanted:  # it is not open, or this is a new epoch
+            reached, samples = wanted, self._dataset.read(shard, wanted)
+        skipped = sum(1 for _ in itertools.islice(samples, wanted - reached))
         try:
             sample = next(samples)
         except StopIteration:
-            raise DataError(f"Shard {shard} ended after {at + skipped:,} samples; shard_sizes says {size:,}.") from None
-        self._open[shard] = (place + 1, samples)
+            raise DataError(
+                f"Shard {shard} ended after {reached + skipped:,} samples; shard_sizes says {size:,}."
+            ) from None
+
+        self._open[shard] = (wanted + 1, samples)
         if len(self._open) > SHARDS_OPEN_MAX:
             self._open.popitem(last=False)
         return self._dataset.decode(sample)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open shards stay in their process."""
+        """The state for a copy in another process: open shards stay in this one."""
         return {**self.__dict__, "_open": OrderedDict()}
 
     def __getattr__(self, name: str) -> Any:
@@ -243,7 +256,7 @@ class ShardReader:
 
 
 def shard_sizes(dataset: ShardedDataset) -> Integers:
-    """Samples per shard. Raises DataError when they are not usable."""
+    """The number of samples of each shard. Raises DataError if the dataset does not say it."""
     sizes = np.asarray(getattr(dataset, "shard_sizes", ()), dtype=np.int64)
     if sizes.ndim != 1 or not len(sizes) or (sizes < 0).any():
         raise DataError(
@@ -253,5 +266,5 @@ def shard_sizes(dataset: ShardedDataset) -> Integers:
 
 
 def shard_order_name(sizes: Integers, *, shuffle: bool) -> str:
-    """Tells shards of other sizes apart, although their sum may be the same."""
+    """The name of an order over shards. It differs for shards of other sizes, even if the sum is the same."""
     return f"{'shuffled' if shuffle else 'sequential'}-shards-1-{len(sizes)}-{zlib.crc32(sizes.tobytes()):08x}"

@@ -27,10 +27,10 @@ from holdfast.train.data import (
     Position,
     Share,
     Tail,
-    in_hand,
+    current_loader,
     order_of,
-    place,
-    set_in_hand,
+    rank_and_world,
+    set_current_loader,
 )
 from holdfast.train.data.datasets import (
     BatchKey,
@@ -45,8 +45,7 @@ from holdfast.train.data.datasets import (
 from holdfast.train.group import open_group
 
 SHRUNK = "batch_size"
-"""In a loader's state: samples of a rank at once, after memory was short."""
-
+"""Name in a loader's state: the number of samples that a rank takes at once, after memory was short."""
 
 TORCH_ARGUMENTS = (
     "pin_memory",
@@ -57,11 +56,11 @@ TORCH_ARGUMENTS = (
     "persistent_workers",
     "pin_memory_device",
 )
-"""Arguments of torch's loader that go on to it as they are."""
+"""Arguments that are passed to torch's loader as they are."""
 
 
 class DataLoader:
-    """Batches of this rank, out of one order per (seed, epoch) that all ranks share.
+    """A loader of this rank's batches, from one order per (seed, epoch) that all ranks share.
 
     batch_size         samples per rank and batch (1); with `global_batch_size` the most that a rank takes at once
     global_batch_size  samples per optimizer step of all ranks together, kept whatever the world
@@ -69,18 +68,18 @@ class DataLoader:
     micro_batches      batches per optimizer step when `global_batch_size` is not given, which is then
                        batch_size * world * micro_batches
     tail               the epoch's last, smaller global batch: "even" (default), "drop" or "pad"
-    seed               of the order and the augmentations (0); has to be equal on all ranks
+    seed               seed of the order and of the augmentations (0); has to be equal on all ranks
     seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
-    ranks              (rank, world) where they are not the process group's: among the data-parallel groups
-    shrink_on_oom      where a rank runs out of memory within `ht.accumulate`, all ranks repeat that optimizer step with
-                       half as many samples at once, and go on so; needs `global_batch_size`
+    ranks              (rank, world) if they are not the process group's: those among the data-parallel groups
+    shrink_on_oom      if a rank runs out of memory within `ht.accumulate`, all ranks repeat that optimizer step with
+                       half as many samples at once, and keep that size; needs `global_batch_size`
     resumable          whether a `for` that was left by `break` is continued by the next one. None: if the loader's
                        position is kept, by `Snapshots.track` or by a call of `state_dict()`. False: each `for`
                        begins an epoch, and so does a restart; for validation data that are tracked
 
     `torch_arguments`: pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
     persistent_workers and pin_memory_device are torch's. `drop_last=True` is `tail="drop"`, and a `generator` gives
-    the seed. Raises DataError (a ValueError) for all else and for what cannot be done."""
+    the seed. Raises DataError (a ValueError) for any other argument, and for values that contradict each other."""
 
     def __init__(
         self,
@@ -103,24 +102,28 @@ class DataLoader:
         _refuse_unknown(torch_arguments)
         drop_last, generator = map(torch_arguments.get, ("drop_last", "generator"))
         self.dataset = dataset
-        self._rank, self._world = place(ranks)
+        self._rank, self._world = rank_and_world(ranks)
         self._follows_group = ranks is None
         tail = _tail(tail, drop_last=bool(drop_last))
         self._keeps_global_batch = global_batch_size is not None
-        """Optimizer steps are `global_batch_size=` samples, whatever the world."""
+        """Whether an optimizer step has `global_batch_size=` samples, whatever the world."""
         if shrink_on_oom and not self._keeps_global_batch:
             raise DataError("shrink_on_oom=True needs global_batch_size=: optimizer steps have to stay what they are.")
-        self._shrinks_on_oom, self._shrunk = shrink_on_oom, 0
-        self._again = False
-        """The optimizer step in hand is to be handed out again."""
+        self._shrinks_on_oom = shrink_on_oom
+        self._shrunk = 0
+        """The number of samples that a rank takes at once, after memory was short; 0: it never was."""
+        self._repeat_step = False
+        """Whether the current optimizer step is to be handed out again."""
         self._plan_for = _planner(batch_size, micro_batches, global_batch_size, tail)
         self._plan = self._planned(self._world)
+
         if seed is None:
             seed = 0 if generator is None else generator.initial_seed()
         seed = operator.index(seed)
         length, order, self._order_of, source = _source(dataset, seed, shuffle=shuffle)
         self._position = Position(seed, length, order)
         self._share: Share | None = None
+
         self._batches = _Batches()
         self._generator = torch.Generator()
         self._torch = TorchLoader(
@@ -131,54 +134,65 @@ class DataLoader:
             generator=self._generator,
             **{name: torch_arguments[name] for name in TORCH_ARGUMENTS if name in torch_arguments},
         )
+
         self._passes = 0
-        self._open = 0  # the pass that is under way
-        self._asked: int | None = None  # the epoch that was asked for while one was
+        """The number of passes that began, and of states that were loaded: either ends the pass before."""
+        self._open_pass = 0
+        """The number of the pass that is under way; 0: none is."""
+        self._asked_epoch: int | None = None
+        """The epoch of a `set_epoch` during a pass, for the next one; None: there was none."""
         self._resumable = bool(resumable)
-        self._decided = resumable is not None
+        self._resumable_given = resumable is not None
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch; then the next `for` goes over the next one. One pass at a time.
+        """The batches of the rest of the epoch; the next `for` goes over the next one. Only one pass goes on at a time.
 
-        Where the position is kept (`resumable`) a `for` that was left by `break` is continued by the next one, from
+        If the position is kept (`resumable`), a `for` that was left by `break` is continued by the next one, from
         the first batch that is not known to be trained; otherwise the next one begins the next epoch. Looking at a
-        batch by `next(iter(loader))` costs none. `set_epoch` begins an epoch from its start.
+        batch by `next(iter(loader))` loses none. `set_epoch` begins an epoch from its start.
         """
         position = self._position
-        if self._follows_group and open_group() is not None and (here := place(None)) != (self._rank, self._world):
-            self._take(*here)  # the world has changed, and nobody has told a loader that is not tracked
-        if self._asked is not None:
-            position.set_epoch(self._asked)
+        if (
+            self._follows_group
+            and open_group() is not None
+            and (here := rank_and_world(None)) != (self._rank, self._world)
+        ):
+            self._set_rank(*here)  # the world has changed: only tracked loaders get a call of `regroup`
+        if self._asked_epoch is not None:
+            position.set_epoch(self._asked_epoch)
         if not self._resumable and position.cursor:
             position.set_epoch(position.epoch + 1)
+
         self._passes += 1
         this_pass = self._passes
-        self._share = self._asked = None
+        self._share = self._asked_epoch = None
         if not position.begin() and self._resumable:
             return
-        self._open = this_pass
-        outside = in_hand()
+
+        self._open_pass = this_pass
+        outside = current_loader()
         try:
             for batch in self._rest():
-                set_in_hand(self)
+                set_current_loader(self)
                 yield batch
                 if this_pass != self._passes:
                     raise DataError("Another pass over this loader, or a state loaded into it, has ended this one.")
-                self._asked = None  # this pass goes on
-                position.settle()
+                self._asked_epoch = None  # the loop goes on with this pass: a `set_epoch` in its body was for nothing
+                position.count_pending()
         finally:
-            if self._open == this_pass:
-                self._open = 0
-            if in_hand() is self:
-                set_in_hand(outside)
+            if self._open_pass == this_pass:
+                self._open_pass = 0
+            if current_loader() is self:
+                set_current_loader(outside)
         position.finish()
 
     def _rest(self) -> Iterator[Any]:
-        """The batches that are left of the epoch; after `_shrink` those from its optimizer step on, smaller."""
+        """The batches that are left of the epoch; after `_shrink` those from that optimizer step on, with fewer samples
+        each."""
         position, epoch = self._position, self._position.epoch
-        order, self._again = self._order_of(epoch), True
-        while self._again:
-            self._again = False
+        order, self._repeat_step = self._order_of(epoch), True
+        while self._repeat_step:
+            self._repeat_step = False
             self._generator.manual_seed(sample_seed(position.seed, epoch, position.cursor))
             shares = self._plan.deal(self._rank, position.cursor, position.length)
             fetched = self._batches.begin(epoch, order, shares)
@@ -186,16 +200,16 @@ class DataLoader:
                 self._share = fetched.popleft()
                 position.hand_out(self._share.cursor)
                 yield batch
-                if self._again:
+                if self._repeat_step:
                     break
 
     def __len__(self) -> int:
-        """Batches of a whole epoch for this rank, the same number on every rank."""
+        """The number of batches in a whole epoch for this rank; every rank has the same."""
         return self._plan.batches(0, self._position.length)
 
     @property
     def remaining(self) -> int:
-        """Batches left in this epoch for this rank, the same number on every rank."""
+        """The number of batches left in this epoch for this rank; every rank has the same."""
         return self._plan.batches(self._position.cursor, self._position.length)
 
     @property
@@ -205,18 +219,18 @@ class DataLoader:
 
     @property
     def micro_batches(self) -> int:
-        """Batches per optimizer step, constant while the world is."""
+        """Batches per optimizer step; constant as long as the world is."""
         return self._plan.micro_batches
 
     def _samples_ahead(self, count: int) -> list[int]:
-        """Samples, of all ranks together, of the optimizer step that the last batch belongs to and of those after it
-        in the epoch; at most `count` numbers."""
+        """The number of samples, of all ranks together, of the optimizer step that the last batch belongs to, and of
+        the steps after it in the epoch; for at most `count` steps."""
         cursor = self._position.cursor if self._share is None else self._share.step_start
         return self._plan.samples_ahead(cursor, self._position.length, count)
 
     @property
     def batch_size(self) -> int:
-        """Samples of the largest batch that this rank gets."""
+        """The number of samples in the largest batch that this rank gets."""
         return self._plan.batch_size
 
     @property
@@ -225,14 +239,15 @@ class DataLoader:
         return self._plan.size
 
     def _shrink(self) -> None:
-        """Take half as many samples at once from here on, and hand out the optimizer step in hand again, from its first
-        sample. All ranks call it in the same step."""
+        """Take half as many samples at once from now on, and hand out the current optimizer step again, from its first
+        sample. All ranks call this in the same step."""
         self._shrunk = -(-self.batch_size // 2)
         self._plan = self._planned(self._world)
         self._position.give_up()
-        self._again = True
+        self._repeat_step = True
 
     def _planned(self, world: int) -> GlobalBatch:
+        """The division of optimizer steps for this world, with smaller batches after `_shrink`."""
         plan = self._plan_for(world)
         if self._shrunk and self._shrunk < plan.batch_size:
             return GlobalBatch.kept(plan.size, world, self._shrunk, plan.tail)
@@ -249,42 +264,43 @@ class DataLoader:
         return self._position.cursor
 
     def regroup(self, rank: int, world: int) -> None:
-        """Go on as this rank of another world, behind the last batch that is known to be trained.
+        """Go on as this rank of another world, after the last batch that is known to be trained.
 
-        Raises DataError where the loader was given `ranks`."""
+        Raises DataError if the loader was given `ranks`."""
         if not self._follows_group:
             raise DataError("The loader has ranks= of its own: it cannot follow the process group.")
-        self._take(*place((rank, world)))
+        self._set_rank(*rank_and_world((rank, world)))
         self.load_state_dict(self._trained_position())
 
-    def _take(self, rank: int, world: int) -> None:
-        """This place among the ranks."""
+    def _set_rank(self, rank: int, world: int) -> None:
+        """Take this rank's part from now on."""
         self._rank, self._world, self._plan = rank, world, self._planned(world)
 
     def _trained_position(self) -> dict[str, Any]:
-        """As `state_dict()`, without the batch in the loop's body, which counts as not trained."""
+        """The same as `state_dict()`, but the batch in the loop's body counts as not trained."""
         self._position.give_up()
-        return self._whole(self._position.state_dict())
+        return self._with_shrunk(self._position.state_dict())
 
     def _keep_position(self) -> None:
-        """The position is saved: a `for` that is left early is continued by the next one, unless `resumable=False`."""
-        if not self._decided:
+        """Note that the position is kept: a `for` that is left early is continued by the next one, unless
+        `resumable=False` was given."""
+        if not self._resumable_given:
             self._resumable = True
 
     def set_epoch(self, epoch: int) -> None:
-        """The next `for` goes over `epoch` from its start. A loaded state is kept: its own epoch goes on at its
-        cursor, and one before it gives no batch, since it is finished. An iterator that is asked for more goes on."""
-        if self._open:
-            self._asked = epoch
+        """Let the next `for` go over `epoch` from its start. A loaded state is kept: its own epoch goes on at its
+        cursor, and an earlier epoch gives no batch, since it is finished. A pass that is under way is not changed."""
+        if self._open_pass:
+            self._asked_epoch = epoch
         else:
             self._position.set_epoch(epoch)
 
     def trained(self, samples: int | None = None) -> None:
-        """The batch in the loop's body is trained. `snaps.step()` calls it for you; a second call changes nothing.
+        """Count the batch in the loop's body as trained. `snaps.step()` calls this; a second call changes nothing.
 
-        Asking for the next batch reports it, too. Once `trained` has been called on a loader, `state_dict()` counts
-        only the batches that were reported so; until then it counts the batch in the loop's body, too. `samples`, of
-        this rank, are not needed: raises DataError for fewer than the batch has.
+        Asking for the next batch counts it, too. Once `trained` has been called on a loader, `state_dict()` counts
+        only the batches that were counted in one of these ways; until then it counts the batch in the loop's body, too.
+        `samples` of this rank are not needed. Raises DataError if they are fewer than the batch has.
         """
         if samples is not None and self._in_body and self._share is not None:
             size = self._share.stop - self._share.start
@@ -294,17 +310,17 @@ class DataLoader:
         self._position.trained()
 
     def state_dict(self) -> dict[str, Any]:
-        """(seed, epoch, cursor, length) and the order's name, equal on all ranks; it fits any world and any
-        num_workers. After memory was short also how many samples a rank takes at once."""
+        """The position: seed, epoch, cursor, length and the order's name; after memory was short also the number of
+        samples that a rank takes at once. It is equal on all ranks, and fits any world and any num_workers."""
         self._keep_position()
-        state = self._whole(self._position.state_dict())
+        state = self._with_shrunk(self._position.state_dict())
         return state if self._resumable else {**state, "cursor": 0}
 
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _with_shrunk(self, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, SHRUNK: self._shrunk} if self._shrunk else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there. Raises DataStateError when the state belongs to another dataset, seed or order."""
+        """Go on at this position. Raises DataStateError if the state belongs to another dataset, seed or order."""
         self._keep_position()
         self._position.load_state_dict(state)
         shrunk = state.get(SHRUNK, 0)
@@ -312,24 +328,24 @@ class DataLoader:
             self._shrunk = max(shrunk, 0)
             self._plan = self._planned(self._world)
         self._passes += 1
-        self._open, self._asked = 0, None
+        self._open_pass, self._asked_epoch = 0, None
         self._share = None
 
     def _go_back(self, state: Mapping[str, Any]) -> None:
-        """Go on there, unless a pass is under way."""
-        if not self._open and self._trained_position() != state:
+        """Go on at this position, unless a pass is under way."""
+        if not self._open_pass and self._trained_position() != state:
             self.load_state_dict(state)
 
     @property
     def _in_body(self) -> bool:
         """Whether the loop's body has a batch that is not known to be trained."""
-        return self._open > 0 and self._position.in_hand is not None
+        return self._open_pass > 0 and self._position.pending_cursor is not None
 
 
 def _planner(
     batch_size: int | None, micro_batches: int | None, global_batch_size: int | None, tail: Tail
 ) -> Callable[[int], GlobalBatch]:
-    """How optimizer steps are divided in a world of any size."""
+    """The function that divides optimizer steps for a world of any size. Raises DataError."""
     if global_batch_size is None:
         samples, count = 1 if batch_size is None else batch_size, 1 if micro_batches is None else micro_batches
         return lambda world: GlobalBatch.following(world, samples, count, tail)
@@ -340,13 +356,14 @@ def _planner(
 
 
 class _Batches:
-    """What torch's loader draws its batches from; it may be far ahead of the loop, `fetched` holds what is under
-    way."""
+    """The batch sampler of torch's loader, which may draw far ahead of the loop."""
 
     def __init__(self) -> None:
         self._keys: Iterator[BatchKey] = iter(())
 
     def begin(self, epoch: int, order: EpochOrder, shares: Iterator[Share]) -> deque[Share]:
+        """Begin a pass with these shares. Returns a queue: the shares that torch's loader has drawn and the loop has
+        not got yet."""
         fetched: deque[Share] = deque()
 
         def keys() -> Iterator[BatchKey]:
@@ -362,7 +379,7 @@ class _Batches:
 
 
 def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    """Raises DataError for an argument that this loader does not have."""
+    """Raise DataError for an argument that this loader does not have."""
     for name, value in given.items():
         if name in ("sampler", "batch_sampler"):
             if value is not None:
@@ -386,7 +403,8 @@ def _tail(tail: Tail | None, *, drop_last: bool) -> Tail:
 
 
 def _source(dataset: Any, seed: int, *, shuffle: bool) -> tuple[int, str, Callable[[int], EpochOrder], Any]:
-    """Length, name of the order, order of an epoch, and the dataset that is read by index."""
+    """Length and name of the order, the function that gives an epoch's order, and the dataset to read by index. Raises
+    DataError for a dataset in which no position is possible."""
     if isinstance(dataset, ShardedDataset):
         sizes = shard_sizes(dataset)
 

@@ -1,4 +1,4 @@
-"""DistributedSampler: the one global order, for those who keep torch's loader (or a trainer that builds its own).
+"""DistributedSampler: the one global order, for scripts that keep torch's loader, or a trainer that builds its own.
 
 A sampler sees indices being drawn, often far ahead of the training; so the script reports what was trained."""
 
@@ -12,15 +12,15 @@ import numpy as np
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from holdfast.protocol.errors import DataError, DataStateError
-from holdfast.train.data import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, place, positive
+from holdfast.train.data import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, positive, rank_and_world
 
 _BLOCK = 4096
-"""Samples per rank whose order is computed at once."""
+"""Number of samples per rank whose order is computed at once."""
 
 
 class DistributedSampler(TorchSampler):  # type: ignore[misc]
-    """Every `world`-th sample of the epoch's order, from the cursor on; any number of batches of any size leaves a
-    prefix trained.
+    """A sampler of every `world`-th index in the epoch's order, from the cursor on: whatever the size and the number of
+    batches, the trained samples are the first ones of the order.
 
         sampler = ht.DistributedSampler(dataset, seed=0, batch_size=32)
         loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
@@ -29,11 +29,11 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
             …
             snaps.step()                             # counts a batch
 
-    `batch_size`: the loader's, samples of this rank. Without it, or without Snapshots, the script calls
-    `trained(samples)` after each batch. All else is as torch's, but a sampler gives no weights, so the tail is not
-    "even": it is filled from the epoch's start as torch's is (`drop_last=False`: up to world - 1 samples trained
-    twice) or left out (`drop_last=True`: up to world - 1 lost). Epochs change by `set_epoch`, or by themselves when
-    the one before was drawn to its end."""
+    `batch_size`: that of the loader, in samples of this rank. Without it, or without Snapshots, the script calls
+    `trained(samples)` after each batch. All other arguments are torch's. A sampler gives no weights, so the tail cannot
+    be "even": it is filled from the epoch's start as in torch's (`drop_last=False`: up to world - 1 samples are trained
+    twice) or left out (`drop_last=True`: up to world - 1 are lost). Epochs change by `set_epoch`, or by themselves when
+    the one before was drawn to its end. Raises DataError."""
 
     def __init__(
         self,
@@ -58,35 +58,36 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         if (rank is None) != (num_replicas is None):
             raise DataError("rank= and num_replicas= are given together or not at all.")
         self._follows_group = rank is None or num_replicas is None
-        rank, world = place(None if rank is None or num_replicas is None else (rank, num_replicas))
+        rank, world = rank_and_world(None if rank is None or num_replicas is None else (rank, num_replicas))
         seed = operator.index(seed)
         self._position = Position(seed, len(dataset), SHUFFLED if shuffle else SEQUENTIAL)
         self._begun = False
-        """Indices were drawn since the position was last set from outside."""
+        """Whether indices were drawn since the position was last set from outside."""
         self._exhausted = False
-        """All of the pass's indices were drawn."""
+        """Whether all of the pass's indices were drawn."""
         self._reported = False
-        """Somebody has reported what was trained, in this life of the job or an earlier one."""
+        """Whether it was reported what was trained, in this life of the job or an earlier one."""
         self._batch = 0
-        """Samples of this rank's last batch; 0: not known."""
+        """The number of samples in this rank's last batch; 0: not known."""
         self._batch_size = batch_size or 0
         self._counts = False
-        """`snaps.step()` has counted a batch."""
+        """Whether `snaps.step()` has counted a batch."""
         self._script_counts = False
-        """The script has called `trained`."""
+        """Whether the script has called `trained`."""
         super().__init__(dataset, world, rank, shuffle, seed, drop_last or tail == "drop")
         self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
         self._end = len(dataset)
         """The cursor when everything of the current pass is trained."""
 
     def __iter__(self) -> Iterator[int]:
-        """Indices of this rank for the rest of the epoch."""
+        """The indices of this rank for the rest of the epoch."""
         position = self._position
         if self._is_over():
             position.finish()
         self._exhausted = False
         if not position.begin():
             return
+
         order = order_of(position.length, position.seed, position.epoch, shuffle=self.shuffle)
         start, length, world = position.cursor, position.length, self.num_replicas
         stop = start + len(self) * world
@@ -98,17 +99,17 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         self._exhausted = True
 
     def _is_over(self) -> bool:
-        """Whether the next pass is over the next epoch. Less than a batch may be left: torch's loader leaves it out by
-        its own drop_last, which we do not see."""
+        """Whether the next pass goes over the next epoch. That is so even if less than a batch is left: torch's loader
+        leaves it out by its own drop_last, which we do not see."""
         position = self._position
         return self._exhausted and (not self._batch or self._end - position.cursor < self._batch * self.num_replicas)
 
     def _continues(self) -> bool:
-        """Whether the next pass begins within an epoch, or has nothing, since the epoch is trained to its end."""
+        """Whether the next pass begins within an epoch, or gives nothing, since the epoch is trained to its end."""
         return not self._is_over() and not self._position.begins_epoch
 
     def __len__(self) -> int:
-        """Indices of this rank in the rest of the epoch, the same number on every rank."""
+        """The number of this rank's indices in the rest of the epoch; every rank has the same."""
         return self._plan.steps(self._position.cursor, self._position.length)
 
     @property
@@ -121,26 +122,27 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass goes over `epoch` from its start; over its rest when a state inside it was loaded just
-        before."""
+        """Let the next pass go over `epoch`, from its start; if a state inside it was loaded just before, over its
+        rest. Raises DataError."""
         self._position.set_epoch(epoch)
         self._begun = self._exhausted = False
 
     def regroup(self, rank: int, world: int) -> None:
-        """Go on as this rank of another world, behind what was trained. Raises DataError where the sampler was given a
-        rank of its own, and DataStateError when nobody has reported what was trained."""
+        """Go on as this rank of another world, after what was trained. Raises DataError if the sampler was given a rank
+        of its own, and DataStateError if it was not reported what was trained."""
         if not self._follows_group:
             raise DataError("The sampler has a rank= and num_replicas= of its own: it cannot follow the process group.")
-        self.rank, self.num_replicas = place((rank, world))
+        self.rank, self.num_replicas = rank_and_world((rank, world))
         self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
         self.load_state_dict(self.state_dict())
 
     def trained(self, samples: int | None = None) -> None:
-        """This rank has trained `samples` more of its indices, and so has every other: the size of the last batch.
+        """Count this many more of this rank's indices as trained, and of every other rank's: the size of the last
+        batch.
 
-        Without a number one batch of `batch_size=`. That does for the epoch's last, smaller batch too. With
+        Without a number it is one batch of `batch_size=`; that is right for the epoch's last, smaller batch, too. With
         `batch_size=`, `snaps.step()` counts each batch, and the script does not call this. Raises DataError for a batch
-        that was counted so, and where the size is not known.
+        that was counted by `snaps.step()`, and if the size is not known.
         """
         if self._counts:
             raise DataError(
@@ -163,21 +165,21 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         self._batch = max(samples, 1)
         position = self._position
         position.hand_out(min(position.cursor + samples * self.num_replicas, self._end))
-        position.settle()
+        position.count_pending()
 
     def _stepped(self) -> None:
-        """`snaps.step()`: a batch is trained, unless the script counts or indices are only drawn elsewhere."""
+        """Count a batch for `snaps.step()`, unless the script counts, or no index was drawn here."""
         if self._batch_size and self._begun and not self._script_counts:
             self._counts = True
             self._count(self._batch_size)
 
     def _keep_position(self) -> None:
-        """The sampler is tracked: with `batch_size=` what was trained is known from the first step on."""
+        """Note that the sampler is tracked: with `batch_size=`, what was trained is known from the first step on."""
         self._reported = self._reported or bool(self._batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """(seed, epoch, cursor, length), the order's name and the batch size, equal on all ranks. Raises
-        DataStateError when indices were drawn and nobody has reported what was trained."""
+        """The position: seed, epoch, cursor, length, the order's name and the batch size; equal on all ranks. Raises
+        DataStateError if indices were drawn and it was not reported what was trained."""
         if self._begun and not self._reported:
             raise DataStateError(
                 "The sampler knows which indices were drawn, not which were trained: loader workers fetch ahead.\n"
@@ -187,12 +189,12 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         return {**self._position.state_dict(), "batch": self._batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there, in the next pass. Raises DataStateError when the state belongs to another dataset, seed or
-        order."""
+        """Go on at this position, in the next pass. Raises DataStateError if the state belongs to another dataset, seed
+        or order."""
         self._position.load_state_dict(state)
         self._begun = self._exhausted = False
         # The rest of the epoch may be less than a batch: torch's loader draws it and hands nothing out, so that there
-        # is nothing to report. Older snapshots do not have the size; their cursor moved because somebody reported.
+        # is nothing to report. Then the batch size, or a cursor that has moved, shows that an earlier life reported.
         batch = state.get("batch", 0)
         self._batch = batch if type(batch) is int and batch > 0 else 0
         self._reported = self._reported or bool(self._batch or self._position.cursor)

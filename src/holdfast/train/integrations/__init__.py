@@ -9,7 +9,7 @@ from holdfast.protocol.errors import MissingPackageError
 
 
 def missing(extra: str, error: ImportError) -> MissingPackageError:
-    """What to raise where the library of this module cannot be imported."""
+    """The error for a module whose library cannot be imported. `extra`: the extra that installs it."""
     return MissingPackageError(
         f"holdfast.train.integrations.{extra} needs a package ({error}): pip install 'holdfast[{extra}]'"
     )

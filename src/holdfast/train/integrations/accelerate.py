@@ -8,7 +8,7 @@
             ...
             snaps.step(loss=loss)
 
-accelerate's loaders do not know where they are: `LoaderPosition` counts, and has accelerate skip what is trained.
+accelerate's loaders do not know their position: `LoaderPosition` counts, and lets accelerate skip what is trained.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ except ImportError as error:
 
 
 def snapshots(accelerator: Any, folder: str | os.PathLike[str], **options: Any) -> Snapshots:
-    """Snapshots that track what is prepared, and what is registered with `register_for_checkpointing`.
+    """The Snapshots that track all that is prepared, and all that is registered with `register_for_checkpointing`.
 
     folder, options    those of `ht.Snapshots`
 
-    Comes after `accelerator.prepare()` and before `resume()`. More objects may be tracked. Raises TrackingError when no
+    Call it after `accelerator.prepare()` and before `resume()`. More objects may be tracked. Raises TrackingError if no
     model is prepared, and for what cannot be tracked: FSDP1, the optimizers of DeepSpeed and Megatron-LM."""
     if not accelerator._models:
         raise TrackingError("snapshots(accelerator, …) comes after accelerator.prepare(model, optimizer, loader)")
@@ -57,6 +57,7 @@ def snapshots(accelerator: Any, folder: str | os.PathLike[str], **options: Any) 
 
 
 def _has_position(loader: Any) -> bool:
+    """Whether LoaderPosition can follow this loader; it warns if not. Raises TrackingError for a stateful one."""
     if getattr(loader, "use_stateful_dataloader", False):
         raise TrackingError(
             "snapshots(accelerator, …) keeps the loaders' positions: without use_stateful_dataloader=True"
@@ -73,19 +74,21 @@ def _has_position(loader: Any) -> bool:
 
 
 class LoaderPosition:
-    """Where a prepared loader is: a tracked object. It counts samples, for another number of ranks."""
+    """The position of a prepared loader: a tracked object. It counts samples, so it fits another number of ranks."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._epoch, self._batches = 0, 0
         sampler = loader.get_sampler()
-        if isinstance(sampler, RandomSampler) and sampler.generator is None:  # one process: accelerate gives it none
+        # With one process accelerate gives the sampler no generator: without one the order cannot be repeated.
+        if isinstance(sampler, RandomSampler) and sampler.generator is None:
             sampler.generator = torch.Generator()
             sampler.generator.manual_seed(torch.initial_seed())
         self._generator: torch.Generator | None = loader.synchronized_generator or getattr(sampler, "generator", None)
         self._order: torch.Tensor | None = None
-        """State of the generator at the epoch's begin."""
+        """State of the generator at the beginning of the epoch; None: there is none."""
         self._loaded = False
+        """Whether a state was loaded, and no epoch has begun since."""
 
     def state_dict(self) -> dict[str, Any]:
         batch = self._loader.total_batch_size
@@ -103,11 +106,12 @@ class LoaderPosition:
 
     @property
     def remaining(self) -> int:
-        """Batches left in this epoch."""
+        """The number of batches left in this epoch."""
         return len(self) - self._batches
 
     def trained(self) -> None:
-        """The batch in the loop's body is trained, if it is this loader's. Raises TrackingError if nobody can know."""
+        """Count the batch in the loop's body as trained, if it is this loader's. Raises TrackingError if that cannot be
+        known."""
         state = self._loader.gradient_state
         if len([each for each in state.dataloader_references if each is not None]) > 1:
             raise TrackingError(
@@ -119,6 +123,7 @@ class LoaderPosition:
             self._batches += 1
 
     def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch, or go on inside it if that was loaded just before."""
         self._loader.set_epoch(epoch)
         if self._loaded and epoch == self._epoch:
             if self._generator is not None and self._order is not None:
@@ -132,7 +137,7 @@ class LoaderPosition:
 
 
 class RestOfEpoch:
-    """Takes the place of a prepared loader's own one for one pass: what is left of an epoch."""
+    """The rest of an epoch: it replaces the loader inside a prepared one, for one pass."""
 
     def __init__(self, loader: Any, batches: int) -> None:
         self._loader, self._whole = loader, loader.base_dataloader
@@ -140,7 +145,7 @@ class RestOfEpoch:
 
     def __iter__(self) -> Iterator[Any]:
         self._loader.base_dataloader = self._whole
-        with undrawn():  # the whole epoch has drawn a random number at its beginning, too
+        with undrawn():  # the beginning of a pass draws a random number, which this epoch has drawn already
             return iter(self._rest)
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
     Trainer(strategy="ddp", callbacks=[SnapshotsCallback("runs/a")]).fit(module, loader)
 
 Lightning's loops have a state of their own, and continue from it: it is a tracked object (`Loops`). They do not know
-where a plain DataLoader was, so its sampler leaves out what is trained (`RestOfSampler`).
+the position of a plain DataLoader, so its sampler leaves out what is trained (`RestOfSampler`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
     def __init__(self, folder: str | os.PathLike[str], **options: Any) -> None:
         self._folder, self._options = folder, options
         self.snapshots: Snapshots | None = None
-        """While `fit()` runs."""
+        """The job's Snapshots while `fit()` runs; None: it does not run."""
         self._random: dict[str, Any] | None = None
+        """The random numbers of the snapshot, until the first batch was fetched; None: nothing is to be restored."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.snapshots = snaps = Snapshots(self._folder, **self._options)
@@ -66,12 +67,13 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._foresee(trainer)
         if self._loops.skip() and self._random is not None:
-            set_random_state(self._random)  # a new epoch: it draws random numbers as it begins
+            # The snapshot was saved at the end of an epoch: the next one draws random numbers as it begins.
+            set_random_state(self._random)
             self._random = None
             iter(trainer.fit_loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._random is not None:  # loaders were started since resume(), which draws random numbers
+        if self._random is not None:  # since resume() loaders were started, and that draws random numbers
             set_random_state(self._random)
             self._random = None
 
@@ -82,8 +84,8 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
             trainer.should_stop = trainer.should_stop or self.snapshots.stopping
 
     def _foresee(self, trainer: Any) -> None:
-        """Report about how many batches the job will have, if Lightning knows how many steps. An epoch's last step may
-        have fewer batches than the others."""
+        """Report the number of batches that the job will have, if Lightning knows that of its steps. It is an estimate:
+        an epoch's last step may have fewer batches than the others."""
         steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
         if self.snapshots is not None and 0 <= steps < math.inf:
             left = (steps - trainer.global_step) * trainer.accumulate_grad_batches
@@ -112,11 +114,13 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
 
 
 class Loops:
-    """Lightning's loops: a tracked object. A position in an epoch counts samples, for another number of ranks."""
+    """Lightning's loops: a tracked object. A position in an epoch counts samples, so that it fits another number of
+    ranks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._batch_then = 0
+        """Samples of a batch of all ranks when the loaded state was saved; 0: nothing was loaded, or not known."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"loops": self._trainer.fit_loop.state_dict(), "batch": self._batch_samples()}
@@ -126,11 +130,13 @@ class Loops:
         self._batch_then = saved["batch"]
 
     def skip(self) -> bool:
-        """Before the first batch: plain loaders leave out what is trained in this epoch. True: all of it was."""
+        """Let plain loaders leave out what is trained in this epoch; it is called before the first batch. Returns
+        whether all of the epoch was trained."""
         if any(isinstance(each, DataLoader) for each in self._loaders()):
             raise TrackingError("SnapshotsCallback: with Lightning take torch's or torchdata's loader")
         if not self._batch_then:
             return False
+
         trainer, then, self._batch_then = self._trainer, self._batch_then, 0
         batches = trainer.fit_loop.epoch_loop.batch_progress
         progress, ready = batches.current, batches.current.ready
@@ -147,12 +153,14 @@ class Loops:
                     stacklevel=2,
                 )
             loader.batch_sampler.sampler = RestOfSampler(sampler, samples)
+
+        # With another number of ranks the same samples are another number of batches.
         batch = self._batch_samples()
         if then != batch and batch:
             for name in ("ready", "started", "processed", "completed"):
                 setattr(progress, name, ready * then // batch - ready + getattr(progress, name))
         if plain:
-            iter(trainer.fit_loop._data_fetcher)  # the iterator that is there may have read ahead
+            iter(trainer.fit_loop._data_fetcher)  # a new iterator: the one before may have read ahead
         return bool(batches.is_last_batch)
 
     def _batch_samples(self) -> int:
@@ -167,13 +175,13 @@ class Loops:
 
 
 def _averages(trainer: Any) -> list[nn.Module]:
-    """Averaged weights, which a callback (WeightAveraging) has beside its state."""
+    """Averaged weights of callbacks (WeightAveraging), which are not in their `state_dict()`."""
     found = (getattr(each, "_average_model", None) for each in trainer.callbacks)
     return [each for each in found if isinstance(each, nn.Module)]
 
 
 class RestOfSampler:
-    """A sampler's samples, the first time without so many at the beginning."""
+    """A sampler that leaves out the first samples of another one, in the first pass only."""
 
     def __init__(self, sampler: Any, left_out: int) -> None:
         self._sampler, self._left_out = sampler, left_out

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.protocol.errors import DataError
-from holdfast.train.data import place
+from holdfast.train.data import rank_and_world
 from holdfast.train.integrations import missing
 from holdfast.train.random_numbers import undrawn
 
@@ -22,16 +22,17 @@ except ImportError as error:
 
 
 class ResumableLoader:
-    """Iterates over this loader, and continues inside an epoch with the random numbers that training had there.
+    """A StatefulDataLoader that continues inside an epoch with the random numbers that training had there.
 
     `load_state_dict` raises DataError in another world: a rank's own position cannot be divided."""
 
     def __init__(self, loader: StatefulDataLoader) -> None:
         self._loader = loader
         self._loaded = False
+        """Whether a state was loaded, and no pass has begun since."""
 
     def __iter__(self) -> Iterator[Any]:
-        # It draws a random number. In the middle of an epoch it has done so already, at the beginning.
+        # The beginning of a pass draws a random number. A pass in the middle of an epoch has drawn it already.
         with undrawn() if self._loaded else contextlib.nullcontext():
             batches: Iterator[Any] = iter(self._loader)
         self._loaded = False
@@ -44,15 +45,15 @@ class ResumableLoader:
         return getattr(self._loader, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to a sampler that has epochs."""
+        """Set the epoch of the sampler, if it has epochs."""
         if hasattr(self._loader.sampler, "set_epoch"):
             self._loader.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"world": place(None)[1], "loader": self._loader.state_dict()}
+        return {"world": rank_and_world(None)[1], "loader": self._loader.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        world = place(None)[1]
+        world = rank_and_world(None)[1]
         if saved["world"] != world:
             raise DataError(
                 f"a StatefulDataLoader's position with {saved['world']} ranks means nothing with {world}: "

@@ -26,10 +26,10 @@ class HoldfastCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """`interval` is not used: these say when."""
+        """The checkpointer's options. `interval` is not used: `every` and `memory_every` say when it saves."""
 
         every: str | None = "5min"
-        """To the disk; as in `ht.Snapshots`."""
+        """Time from one snapshot on the disk to the next, as in `ht.Snapshots`."""
         memory_every: int | None = 20
         """Steps from one copy in memory to the next."""
         optional: tuple[str, ...] = ()
@@ -81,10 +81,10 @@ class HoldfastCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        """A snapshot is a copy already."""
+        """Do nothing: a snapshot is a copy already."""
 
     def _wait_for_saving(self) -> None:
-        """Never called: there is no `save_future`."""
+        """Do nothing: torchtitan calls this only for a `save_future`."""
 
     def _close(self) -> None:
         self.snapshots.close()

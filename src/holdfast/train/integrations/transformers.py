@@ -2,8 +2,8 @@
 
     Trainer(model, args, train_dataset=data, callbacks=[HoldfastCallback("runs/a")]).train()
 
-The Trainer keeps its own loop. To continue in the middle of an epoch it has code of its own, but only for a folder
-written by itself: the callback calls that code with the position of the snapshot (`TrainerProgress.go_on`).
+The Trainer keeps its own loop. It has code to continue in the middle of an epoch, but only for a folder that it has
+written itself: the callback calls that code with the position of the snapshot (`TrainerProgress.go_on`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError as error:
     raise missing("transformers", error) from error
 
 COUNTED = ("total_flos", "num_input_tokens_seen", "best_metric", "best_global_step", "best_model_checkpoint")
-"""Of the Trainer's state."""
+"""Names of the fields of the Trainer's state that are saved."""
 
 
 class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
@@ -42,12 +42,14 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, folder: str | os.PathLike[str], **options: Any) -> None:
         self._folder, self._options = folder, options
         self.snapshots: Snapshots | None = None
-        """While `train()` runs."""
+        """The job's Snapshots while `train()` runs; None: it does not run."""
         self._progress: TrainerProgress | None = None
         self._pending = False
-        """A step is trained, and not counted yet."""
+        """Whether a step is trained and not counted yet."""
         self._metrics: dict[str, float] = {}
+        """The values that the Trainer logged last."""
         self._random: dict[str, Any] | None = None
+        """The random numbers of the snapshot, until the first batches were fetched; None: nothing is to be restored."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self._leave()  # what an exception left open; auto_find_batch_size begins again after one
@@ -70,9 +72,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         worker.at_step(snaps.state.step, of=snaps.state.step + max(0, state.max_steps - state.global_step))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The step before, with what was logged and evaluated after it, is complete."""
+        """Count the step before: it is complete with what was logged and evaluated after it."""
         self._count(control)
-        if self._random is not None:  # batches were fetched since resume(), which draws random numbers
+        if self._random is not None:  # since resume() batches were fetched, and that draws random numbers
             set_random_state(self._random)
             self._random = None
 
@@ -107,7 +109,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class TrainerProgress:
-    """Where the Trainer is: a tracked object. A position in an epoch counts samples, for another number of ranks."""
+    """The Trainer's progress: a tracked object. A position in an epoch counts samples, so that it fits another number
+    of ranks."""
 
     def __init__(self, trainer: Any) -> None:
         if trainer.is_deepspeed_enabled:
@@ -153,6 +156,7 @@ class TrainerProgress:
                 step = (
                     self._epoch * -(-self._epoch_batches // self._micro_batches) + self._batches // self._micro_batches
                 )
+
         for name in COUNTED:
             setattr(state, name, saved["counted"][name])
         state.log_history = saved["log_history"]
@@ -171,7 +175,7 @@ class TrainerProgress:
         return self._batches > 0
 
     def go_on(self, folder: str, control: Any) -> None:
-        """Have the Trainer skip what is trained, as it does for a checkpoint of its own in this folder."""
+        """Let the Trainer skip what is trained, as it does for a checkpoint of its own in this folder."""
         trainer, run = self._trainer, self._trainer._run_epoch
         control.should_training_stop = trainer.state.global_step >= trainer.state.max_steps
 
@@ -187,17 +191,18 @@ class TrainerProgress:
         trainer._run_epoch = run_epoch
 
     def leave(self) -> None:
-        """The next `train()` begins from zero, if it finds no snapshot."""
+        """Give the Trainer its own loop back: the next `train()` begins from zero, if it finds no snapshot."""
         vars(self._trainer).pop("_run_epoch", None)
 
     def _callbacks(self) -> dict[str, Any]:
-        """Those that have a state, by the names of their classes; of two of one class, the last."""
+        """The callbacks that have a state, by the names of their classes; of two of one class, the last."""
         found = self._trainer.callback_handler.callbacks
         return {type(each).__name__: each for each in found if isinstance(each, ExportableState)}
 
 
 def calling_trainer() -> Any:
-    """The Trainer that has called this callback: it passes all that it has, but not itself."""
+    """The Trainer that has called this callback. It passes all its objects to a callback except itself, so it is found
+    among the callers. Raises TrackingError."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), Trainer):

@@ -42,7 +42,15 @@ from holdfast.protocol.errors import (
 from holdfast.text import seconds_of
 from holdfast.train.snapshots import disk, remote_commit
 from holdfast.train.snapshots.disk import ChunkDigests, root_digest
-from holdfast.train.snapshots.folder import Snapshot, attempt_place, first_of, quarantine, rename_aside, survey, verify
+from holdfast.train.snapshots.folder import (
+    Snapshot,
+    attempt_location,
+    first_of,
+    quarantine,
+    rename_aside,
+    survey,
+    verify,
+)
 from holdfast.train.snapshots.layout import (
     MANIFEST,
     RECORD_BYTES_MAX,
@@ -57,7 +65,7 @@ from holdfast.train.snapshots.layout import (
     record_file,
     refusal_file,
 )
-from holdfast.train.snapshots.remote import LOOK_S, Place, RemotePath, place_of
+from holdfast.train.snapshots.remote import STORE_POLL_S, Location, RemotePath, location_of
 
 PHASES = (
     "begun",  # the attempt folder is there
@@ -69,11 +77,14 @@ PHASES = (
     "durable",  # and will keep it
 )
 PATIENCE_S = 600.0
-"""How long rank 0 waits for the others' records by default."""
-LOOK_S_MIN, LOOK_S_MAX = 0.002, 0.1
+"""Rank 0 waits this long for the others' records, unless the caller chooses another limit (s)."""
+POLL_S_MIN, POLL_S_MAX = 0.002, 0.1
+"""Pause between two listings of an attempt on a file system; it doubles from the first to the second (s)."""
 REFUSAL_BYTES_MAX = 1 << 16
+"""Only this much of another rank's refusal is read."""
 
 At = Callable[[str], None]
+"""Called with the name of each phase when it is reached (`PHASES`)."""
 
 
 def nowhere(phase: str) -> None:
@@ -82,18 +93,20 @@ def nowhere(phase: str) -> None:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """One rank's request to save, and its place: the same object in the worker, in the memory slot and in the saver."""
+    """One rank's request to save: the same object in the worker, in the memory slot and in the saver."""
 
     folder: str
     """The snapshot folder; absolute, or relative to the working directory of the process that saves. Or a URL."""
     step: int
     attempt: int
+    """The number of the attempt, unique at this step; for a state in memory that of the life that made it."""
     rank: int
     world: int
+    """The number of ranks that save."""
     note: Mapping[str, Any] = field(default_factory=dict)
-    """Goes into the rank's record; JSON."""
+    """JSON that goes into the rank's record."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Rank 0's goes into the manifest; JSON."""
+    """JSON; that of rank 0 goes into the manifest."""
 
     @property
     def key(self) -> Key:
@@ -101,14 +114,14 @@ class SaveRequest:
         return Key(self.step, self.attempt)
 
     @property
-    def attempt_path(self) -> Place:
+    def attempt_path(self) -> Location:
         """The folder during the writing."""
-        return attempt_place(self.folder, self.key)
+        return attempt_location(self.folder, self.key)
 
     @property
-    def committed_path(self) -> Place:
-        """After the commit."""
-        return place_of(self.folder) / self.key.name
+    def committed_path(self) -> Location:
+        """The folder after the commit."""
+        return location_of(self.folder) / self.key.name
 
     @property
     def save(self) -> int:
@@ -118,7 +131,7 @@ class SaveRequest:
 
     @property
     def identity(self) -> tuple[int, int, int]:
-        """Of a state in memory. Its attempt's number is that of the life that left it."""
+        """What distinguishes states in memory: step, attempt (the number of the life that left it) and save."""
         return self.step, self.attempt, self.save
 
     def of_file(self, data: memoryview) -> memoryview:
@@ -126,6 +139,7 @@ class SaveRequest:
         return data[: self.note.get("file_bytes", len(data))]
 
     def to_json(self) -> dict[str, Any]:
+        """The fields, for a message or a slot's header."""
         return asdict(self)
 
     @classmethod
@@ -135,6 +149,7 @@ class SaveRequest:
             request = cls(**value)
         except TypeError as error:
             raise ValueError(f"a request to save: {error}"[:200]) from error
+
         texts, numbers = (request.folder,), (request.step, request.attempt, request.rank, request.world)
         objects = (request.note, request.metadata)
         for kind, fields in ((str, texts), (int, numbers), (dict, objects)):
@@ -144,18 +159,20 @@ class SaveRequest:
 
 
 def begin(folder: str | os.PathLike[str] | RemotePath, step: int, *, make: bool = True, at: At = nowhere) -> int:
-    """Rank 0: make the attempt folder; returns the attempt's number, which is unique at this step.
+    """Make the attempt folder; rank 0 calls it. Returns the attempt's number, which is unique at this step.
 
     `make`: make the snapshot folder too, when it is missing. Otherwise a missing folder is an error: a new one would
-    hide that it vanished. SnapshotFolderError; SnapshotWriteError; ValueError for an invalid step.
+    hide that it vanished. Raises SnapshotFolderError; SnapshotWriteError; ValueError for an invalid step.
     """
     check_step(step)
-    path = place_of(folder)
+    path = location_of(folder)
     try:
         if make:
             disk.make_folder(path)
         named = [each for name in disk.listed(path) if (each := parse_name(name))]
         attempt = max((each.key.attempt for each in named if each.key.step == step), default=0) + 1
+
+        # Another process may take the same number after our listing: the first that makes the folder has it.
         if isinstance(path, RemotePath):
             attempt = remote_commit.begin(path, step, attempt)
         while isinstance(path, Path):
@@ -178,8 +195,8 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
 
     The buffer (an image, see layout.py) must not change meanwhile. It is written without a copy when it begins at a
     multiple of 4096 in memory, as slots do. On failure the written files are removed, which frees space on a full disk,
-    and a refusal is left for rank 0, which then need not wait; rank 0 itself abandons the attempt. SnapshotWriteError;
-    SnapshotIncompleteError when rank 0 has abandoned the attempt.
+    and a refusal is left for rank 0, which then need not wait; rank 0 itself abandons the attempt. Raises
+    SnapshotWriteError; SnapshotIncompleteError when rank 0 has abandoned the attempt.
     """
     data = memoryview(buffer).cast("B")
     folder = request.attempt_path
@@ -187,11 +204,12 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     record: RankRecord | None = None
     try:
         if isinstance(folder, RemotePath):
-            remote_commit.check_open(folder)  # nobody could keep us from replacing a committed object
+            remote_commit.check_open(folder)  # an object store would let us replace objects of a committed snapshot
         with ChunkDigests(data) as digests:
             disk.write_all(file, data, beside=digests.start)
             at("written")
             chunks = digests.results()
+
         record = RankRecord(
             step=request.step,
             attempt=request.attempt,
@@ -214,17 +232,17 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
             f"{folder} is not there: rank 0 gave up this save, or does not share the folder"
         ) from error
     except OSError as error:
-        told = disk.write_error(error, file, len(data))
-        refuse(request, str(told))
-        raise told from error
+        failure = disk.write_error(error, file, len(data))
+        refuse(request, str(failure))
+        raise failure from error
     at("recorded")
     return record
 
 
-def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere) -> Place:
-    """Rank 0: wait up to `patience` seconds for all ranks' records, then commit; returns the committed folder.
+def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere) -> Location:
+    """Wait up to `patience` seconds for all ranks' records, then commit; rank 0 calls it. Returns the committed folder.
 
-    It is durable when this returns. On any failure the attempt is removed and older snapshots are unchanged.
+    It is durable when this returns. On any failure the attempt is removed and older snapshots are unchanged. Raises
     SnapshotIncompleteError when a rank refused or is missing; SnapshotDamagedError when a rank's file differs from its
     record; SnapshotWriteError; ValueError for metadata that is not JSON.
     """
@@ -240,6 +258,7 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
         )
         _publish(request, manifest.dump(), at)
     except OSError as error:
+        # The attempt is gone when another rank, on a full disk, renamed it (`refuse`), or a next life removed it.
         path = request.attempt_path
         if isinstance(error, FileNotFoundError) and (isinstance(path, RemotePath) or not path.exists()):
             raise SnapshotIncompleteError(
@@ -260,12 +279,13 @@ def abandon(request: SaveRequest) -> None:
         remote_commit.give_up(request.attempt_path)
         return
     # Renamed first: a half-deleted attempt must not look like one that may still be completed.
-    doomed = rename_aside(request.attempt_path, request.key, FolderKind.GONE)
-    if doomed is not None:
-        disk.remove(doomed)
+    renamed = rename_aside(request.attempt_path, request.key, FolderKind.GONE)
+    if renamed is not None:
+        disk.remove(renamed)
 
 
 def _publish(request: SaveRequest, manifest: str, at: At) -> None:
+    """Write the manifest, and give the attempt its committed name. OSError; SnapshotIncompleteError."""
     folder, committed = request.attempt_path, request.committed_path
     if isinstance(folder, RemotePath):
         remote_commit.publish(folder, manifest)
@@ -273,6 +293,7 @@ def _publish(request: SaveRequest, manifest: str, at: At) -> None:
     disk.write_atomically(folder / MANIFEST, manifest)
     disk.sync_folder(folder)
     at("manifest")
+
     folder.rename(cast("Path", committed))
     at("renamed")
     disk.sync_folder(committed.parent)
@@ -280,10 +301,10 @@ def _publish(request: SaveRequest, manifest: str, at: At) -> None:
 
 
 def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
-    """All ranks' records, in order of rank. Polls, because writes of other nodes cause no local event."""
+    """All ranks' records, in order of rank. It polls, because writes of other nodes cause no local event."""
     folder = request.attempt_path
-    longest = LOOK_S if isinstance(folder, RemotePath) else LOOK_S_MAX
-    awaited, deadline, pause = set(range(request.world)), time.monotonic() + patience, LOOK_S_MIN
+    longest = STORE_POLL_S if isinstance(folder, RemotePath) else POLL_S_MAX
+    awaited, deadline, pause = set(range(request.world)), time.monotonic() + patience, POLL_S_MIN
     watch = disk.RefusalWatch(folder) if isinstance(folder, Path) else None
     records: dict[int, RankRecord] = {}
     while True:
@@ -291,13 +312,15 @@ def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
         if isinstance(folder, RemotePath) and MANIFEST in names:
             remote_commit.check_open(folder)
         elif watch is not None:
-            watch.look()  # where it raises, nobody's part can come, nor a note
+            watch.check()  # when it raises, no rank can write its part, and none can leave a refusal
+
         for rank in sorted(awaited):
             if refusal_file(rank) in names:
                 why = disk.read_text(folder / refusal_file(rank), REFUSAL_BYTES_MAX)
                 raise SnapshotIncompleteError(f"step {request.step} was not saved: rank {rank}: {why}")
             if record_file(rank) in names:
                 records[rank] = _record(request, rank)
+
         awaited -= records.keys()
         if not awaited:
             return [records[rank] for rank in range(request.world)]
@@ -311,6 +334,7 @@ def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
 
 
 def _record(request: SaveRequest, rank: int) -> RankRecord:
+    """The record of this rank, which must be of this save and fit the rank's file. OSError; SnapshotDamagedError."""
     folder = request.attempt_path
     record = RankRecord.load(disk.read_text(folder / record_file(rank), RECORD_BYTES_MAX))
     size_bytes = disk.size(folder / rank_file(rank))
@@ -321,7 +345,7 @@ def _record(request: SaveRequest, rank: int) -> RankRecord:
 
 
 def refuse(request: SaveRequest, why: str) -> None:
-    """This rank's part will not come: free its space, and report it to rank 0 at once."""
+    """Give up this rank's part: free its space, and report `why` to rank 0 at once."""
     folder = request.attempt_path
     with contextlib.suppress(OSError):
         disk.delete(folder / rank_file(request.rank))
@@ -329,8 +353,9 @@ def refuse(request: SaveRequest, why: str) -> None:
     with contextlib.suppress(OSError):
         disk.write_atomically(folder / refusal_file(request.rank), why)
         noted = True
-    # Rank 0: no commit will follow, so free the space of the others' files, too. Another rank, if the disk takes not
-    # even a note: without its folder, rank 0 does not wait for this part. A rename needs no space.
+    # If this is rank 0, no commit will follow: the space of the others' files is freed, too. Another rank does the same
+    # if the disk is so full that it takes not even the refusal: rank 0 stops waiting when the folder is gone, and a
+    # rename needs no space.
     if request.rank == 0 or not (noted or isinstance(folder, RemotePath)):
         abandon(request)
 
@@ -340,16 +365,17 @@ def refuse(request: SaveRequest, why: str) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """What to keep: the newest `last`, one for `every` so much time ("6h") or `every_steps`, the `best`. The newest
-    whose values are all finite stays in any case.
-
-    `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else."""
+    """The rule by which retention keeps snapshots: the newest `last`, one per interval of `every` or of `every_steps`,
+    and the `best`. The newest whose values are all finite stays in any case. Raises RetentionError for other values."""
 
     last: int = 3
+    """The number of newest snapshots that stay; at least 1."""
     every: str | float | None = None
-    """Seconds, or a text such as "90s", "30min", "6h", "1d"."""
+    """An interval of time: seconds, or a text such as "90s", "30min", "6h", "1d". None: no snapshot stays for it."""
     every_steps: int | None = None
+    """An interval of steps; at least 1. None: no snapshot stays for it."""
     best: tuple[str, str] | tuple[str, str, int] | None = None
+    """(metric, "min" or "max"), or (metric, "min" or "max", number of snapshots); without a number one stays."""
 
     def __post_init__(self) -> None:
         if not _is_count(self.last):
@@ -376,7 +402,7 @@ class Keep:
         return stays | self._best(found)
 
     def _best(self, found: Sequence[Snapshot]) -> set[Key]:
-        """The best by a metric; of equal ones the newer. Snapshots without the metric are not considered."""
+        """The best by a metric; of two equal ones the newer. Snapshots without the metric are not considered."""
         if self.best is None:
             return set()
         name, sense = self.best[:2]
@@ -395,19 +421,19 @@ class Verified:
     """Snapshots that were read back whole, so that each is read once. Keep this object between calls of `prune`."""
 
     read: Callable[[Snapshot], None] = verify
-    """Reads one and checks every byte. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
-    digests: set[tuple[Place, str]] = field(default_factory=set)
-    """Folder and a hash of the manifest's text: another snapshot of the same name is read again."""
+    """Reads a snapshot and checks every byte. Raises SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
+    digests: set[tuple[Location, str]] = field(default_factory=set)
+    """Folder and manifest text of each verified snapshot: another snapshot of the same name is read again."""
 
     def check(self, snapshot: Snapshot) -> None:
-        """Read it back unless that was done before. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
+        """Read it back unless that was done before. Raises SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
         identity = (snapshot.path, snapshot.manifest.dump())
         if identity not in self.digests:
             self.read(snapshot)
             self.digests.add(identity)
 
-    def forget(self, path: Place) -> None:
-        """The snapshot was deleted."""
+    def forget(self, path: Location) -> None:
+        """Forget a snapshot that was deleted."""
         self.digests = {each for each in self.digests if each[0] != path}
 
 
@@ -416,9 +442,9 @@ class Pruned:
     """The actions of `prune`, done or, in a dry run, planned."""
 
     kept: tuple[Snapshot, ...]
-    deleted: tuple[Place, ...]
-    damaged: tuple[tuple[Place, SnapshotError], ...]
-    """Found damaged when they were read back, and renamed (not in a dry run)."""
+    deleted: tuple[Location, ...]
+    damaged: tuple[tuple[Location, SnapshotError], ...]
+    """Snapshots that were found damaged when they were read back, and renamed (not in a dry run)."""
 
 
 def prune(
@@ -431,13 +457,16 @@ def prune(
 ) -> Pruned:
     """Delete what `keep` does not keep. Call it after a commit: the new snapshot is durable then.
 
-    Only for the job that has the folder. Snapshots that cannot be read at the moment stay and count for nothing.
-    `at` is called with "aside" when the names are gone, and with "deleted" after each deletion: tests kill there.
-    SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written."""
+    Only the job that has the folder's lease may call it. Snapshots that cannot be read at the moment stay, and do not
+    count as kept ones. `at` is called with "aside" when the names are gone, and with "deleted" after each deletion:
+    tests kill there. Raises SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written.
+    """
     verified = Verified() if verified is None else verified
     found = list(survey(path).committed)
-    damaged: list[tuple[Place, SnapshotError]] = []
+    damaged: list[tuple[Location, SnapshotError]] = []
     unread: set[Key] = set()
+
+    # A damaged one among those to keep is taken out, and the choice is made again without it: an older one then stays.
     while True:
         # Kept snapshots have to be good; deleted ones need not be read.
         stays = keep.choose(found)
@@ -451,15 +480,17 @@ def prune(
             damaged.append((snapshot.path, error))
             if not dry_run:
                 quarantine(snapshot.path, str(error))
-    doomed = [snapshot for snapshot in found if snapshot.key not in stays]
+
+    superfluous = [snapshot for snapshot in found if snapshot.key not in stays]
     return Pruned(
         kept=tuple(snapshot for snapshot in found if snapshot.key in stays),
-        deleted=tuple(snapshot.path for snapshot in (doomed if dry_run else _delete(doomed, verified, at))),
+        deleted=tuple(snapshot.path for snapshot in (superfluous if dry_run else _delete(superfluous, verified, at))),
         damaged=tuple(damaged),
     )
 
 
 def _first_bad(snapshots: Sequence[Snapshot], verified: Verified) -> tuple[Snapshot, SnapshotError] | None:
+    """The first of these that cannot be read back, and why; None: all are good."""
     for snapshot in snapshots:
         try:
             verified.check(snapshot)
@@ -468,30 +499,30 @@ def _first_bad(snapshots: Sequence[Snapshot], verified: Verified) -> tuple[Snaps
     return None
 
 
-def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snapshot]:
-    """Delete the oldest first; returns the deleted ones. All names are durably changed before the first byte is
-    deleted."""
-    going = {}
-    for snapshot in doomed:
+def _delete(superfluous: Sequence[Snapshot], verified: Verified, at: At) -> list[Snapshot]:
+    """Delete these snapshots, the oldest first. Returns those that the disk allowed to delete. All names are durably
+    changed before the first byte is deleted."""
+    renamed = {}
+    for snapshot in superfluous:
         aside = rename_aside(snapshot.path, snapshot.key, FolderKind.GONE)
         if aside is not None:
             verified.forget(snapshot.path)
-            going[aside] = snapshot
-    if going:
-        parent = doomed[0].path.parent
+            renamed[aside] = snapshot
+    if renamed:
+        parent = superfluous[0].path.parent
         try:
             disk.sync_folder(parent)
         except OSError as error:
             raise disk.write_error(error, parent) from error
         at("aside")
-    for aside in going:
+    for aside in renamed:
         disk.remove(aside)
         at("deleted")
-    return list(going.values())
+    return list(renamed.values())
 
 
 def seconds(every: str | float) -> float:
-    """A duration: seconds, or "90s", "30min", "6h", "1d". RetentionError."""
+    """A duration in seconds, from a number or a text such as "90s", "30min", "6h", "1d". Raises RetentionError."""
     value = seconds_of(every)
     if value is None:
         raise RetentionError(f"{every!r} is not a duration; write 90s, 30min, 6h or 1d")
@@ -499,7 +530,8 @@ def seconds(every: str | float) -> float:
 
 
 def _spaced(found: Sequence[tuple[float, Key]], interval: float) -> set[Key]:
-    """From the oldest on, each that is far enough from the one kept before it, so that a kept one stays kept later."""
+    """The oldest, and then each that is at least `interval` away from the one kept before it. Counting from the oldest
+    makes the choice stable: a kept one stays kept when newer ones come."""
     stays: set[Key] = set()
     before: float | None = None
     for at, key in found:

@@ -1,7 +1,7 @@
-"""Files for snapshots: durable when a call returns, read with bounds, and their digests. Knows nothing of snapshots.
-What is written to and read from an object store goes to remote.py.
+"""Files for snapshots, and their digests: what a call writes is durable when it returns, and what it reads is bounded.
+Knows nothing of snapshots. Reading and writing in an object store is passed on to remote.py.
 
-**Writing** goes past the page cache: it takes the same time whatever else is in the cache, and leaves the cache to the
+**Writing** bypasses the page cache: it takes the same time whatever else is in the cache, and leaves the cache to the
 data loader.
 
 **The digest** is sha256 over chunks of 4 MiB, and sha256 over their digests. So all cores take part, hashing continues
@@ -28,11 +28,11 @@ from typing import ParamSpec, TypeVar
 from holdfast import own_folders
 from holdfast.protocol import errors
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
-from holdfast.train.snapshots.remote import Place, RemotePath
+from holdfast.train.snapshots.remote import Location, RemotePath
 
 try:
     from zlib_ng import zlib_ng as fast
-except ImportError:  # it is in the extra `train`; the bytes are the same
+except ImportError:  # zlib-ng is in the extra `train`; both make the same checksum
     import zlib as fast  # type: ignore[no-redef]
 
 ALGORITHM = "sha256-4MiB"
@@ -41,10 +41,10 @@ HASH_THREADS_MAX = 8
 """More threads would be faster than any disk."""
 PART = ".part"
 """End of the name of a file that is not complete."""
-REFUSAL_LOOK_S, REFUSED_S = 1.0, 3.0
-"""A disk that may refuse everything is tried this often; one that has refused everything this long is believed. A disk
-that was full for a moment, before something was deleted, is not."""
-LOOK_BYTES = 4096
+REFUSAL_TRY_S, REFUSED_S = 1.0, 3.0
+"""A disk that may refuse everything is tried at this interval, and counts as refusing everything after this time (s). A
+disk that was full for a moment, before something was deleted, does not count."""
+TRY_BYTES = 4096
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -61,7 +61,7 @@ def submit(
     """Let the pool do the work. Where there is no thread for it, it is done when this returns.
 
     An interpreter that is ending accepts no work for its pools, but exit functions and a running save still need it.
-    `work` may then be done twice: here, and by a thread of the pool that started late.
+    `work` may then be done twice: here, and by a thread of the pool that started late; so it must be repeatable.
     """
     try:
         return pool.submit(work, *given, **named)
@@ -80,14 +80,14 @@ def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
 
 
 def chunk_crc(chunk: memoryview) -> str:
-    """A cheap digest of one chunk, as hex, where nobody forges one. Releases the interpreter's lock.
+    """A cheap digest of one chunk, as hex, against accidents but not against forgery. Releases the interpreter's lock.
 
-    zlib-ng makes 10 GB/s or more, zlib 2 to 6; sha256 with SHA instructions has 2."""
+    zlib-ng makes 10 GB/s or more, zlib 2 to 6, sha256 with SHA instructions 2."""
     return f"{fast.crc32(chunk):08x}"
 
 
 def chunk_begins(size_bytes: int) -> range:
-    """Where the chunks of a file begin, in bytes from its start."""
+    """The beginnings of a file's chunks, in bytes from its start."""
     return range(0, size_bytes, CHUNK_BYTES)
 
 
@@ -129,9 +129,9 @@ class ChunkDigests:
 
 
 FIRST_BYTES = 16 << 20
-"""Written before parallel work starts."""
+"""Size of the first piece, which is written before parallel work starts."""
 WRITE_BYTES_MAX = 256 << 20
-"""The disk is idle between two writes: larger pieces are faster."""
+"""Largest size of one write. The disk is idle between two of them: larger pieces are faster."""
 BLOCK_BYTES = 4096
 """Lengths and offsets with O_DIRECT are multiples of this, on every known file system."""
 
@@ -139,11 +139,11 @@ DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, err
 """The kernel's errors for files that are lost. Other errors (permissions, no memory, no server) may be temporary."""
 
 
-def write_all(path: Place, data: memoryview, beside: Callable[[], None]) -> None:
+def write_all(path: Location, data: memoryview, beside: Callable[[], None]) -> None:
     """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
 
-    `beside` starts parallel work. It is called when the disk has begun, so that the disk does not wait for it. OSError;
-    FileNotFoundError when the file was removed or replaced meanwhile."""
+    `beside` starts parallel work. It is called when the disk has begun, so that the disk does not wait for it. Raises
+    OSError; FileNotFoundError when the file was removed or replaced meanwhile."""
     if isinstance(path, RemotePath):
         beside()
         return path.upload(data)
@@ -160,12 +160,12 @@ def write_all(path: Place, data: memoryview, beside: Callable[[], None]) -> None
     return None
 
 
-def write_atomically(path: Place, text: str) -> None:
+def write_atomically(path: Location, text: str) -> None:
     """Make or replace a small file, all or nothing. Its name is durable once its folder is synced. OSError."""
     if isinstance(path, RemotePath):
         return path.put(text.encode())
     beside = path.with_name(path.name + PART)
-    # What is left of a killed writer is removed, not opened: in a folder that others share it may be a link of theirs.
+    # What a killed writer has left is removed, not opened: in a folder that others share it may be a link of theirs.
     beside.unlink(missing_ok=True)
     file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -177,24 +177,24 @@ def write_atomically(path: Place, text: str) -> None:
     return None
 
 
-def make_folder(path: Place) -> None:
+def make_folder(path: Location) -> None:
     """Make a folder, with those above it, unless it is there; their names are durable when this returns. OSError."""
     if isinstance(path, RemotePath):
-        return  # an object store has none
+        return  # an object store has no folders
     missing = []
-    at = path
-    while not at.exists():
-        missing.append(at)
-        at = at.parent
+    above = path
+    while not above.exists():
+        missing.append(above)
+        above = above.parent
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
         sync_folder(each.parent)
 
 
-def sync_folder(path: Place) -> None:
-    """Names in the folder are on the disk when this returns. OSError."""
+def sync_folder(path: Location) -> None:
+    """Write the folder's names to the disk. OSError."""
     if isinstance(path, RemotePath):
-        return  # an object is durable when its upload is answered
+        return  # an object and its name are durable when the store answers
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -202,7 +202,7 @@ def sync_folder(path: Place) -> None:
         os.close(folder)
 
 
-def names(folder: Place) -> list[str]:
+def names(folder: Location) -> list[str]:
     """The names in a folder. OSError; FileNotFoundError when there is no folder, or nothing under a URL."""
     found = listed(folder)
     if not found and isinstance(folder, RemotePath):
@@ -216,57 +216,60 @@ def is_read_only(folder: Path) -> bool:
 
 
 class RefusalWatch:
-    """Finds out whether a disk refuses even a small file, for one who waits for what others write there.
+    """Finds out whether a disk refuses even a small file, for a process that waits for what others write there.
 
-    A rank that cannot write leaves a note or renames the folder, so that nobody waits for it. Under a quota of btrfs,
-    and on a dead disk, neither is possible.
+    A rank that cannot write leaves a refusal or renames the folder, so that no rank waits for it. Under a quota of
+    btrfs, and on a dead disk, neither is possible.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._next_look_s = time.monotonic() + REFUSAL_LOOK_S
-        self._since_s = inf
+        self._next_try_s = time.monotonic() + REFUSAL_TRY_S
+        """The time of the next try (monotonic s)."""
+        self._refused_since_s = inf
+        """The time from which on every try has failed (monotonic s); inf: the last one has not."""
 
-    def look(self) -> None:
-        """Raises OSError: the disk is read-only, or has refused everything for REFUSED_S."""
+    def check(self) -> None:
+        """Raise OSError if the disk is read-only, or has refused everything for REFUSED_S."""
         if is_read_only(self._folder):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         now_s = time.monotonic()
-        if now_s < self._next_look_s:
+        if now_s < self._next_try_s:
             return
-        self._next_look_s = now_s + REFUSAL_LOOK_S
+
+        self._next_try_s = now_s + REFUSAL_TRY_S
         try:
             self._write()
         except FileNotFoundError:
-            return  # the folder is gone, which says something else
+            return  # the folder is gone: the caller finds that by itself, and it is another error
         except OSError:
-            self._since_s = min(self._since_s, now_s)
-            if now_s >= self._since_s + REFUSED_S:
+            self._refused_since_s = min(self._refused_since_s, now_s)
+            if now_s >= self._refused_since_s + REFUSED_S:
                 raise
         else:
-            self._since_s = inf
+            self._refused_since_s = inf
 
     def _write(self) -> None:
         path = self._folder / f"look.{os.urandom(4).hex()}{PART}"
         try:
             with path.open("xb", buffering=0) as file:
-                file.write(bytes(LOOK_BYTES))
+                file.write(bytes(TRY_BYTES))
                 os.fsync(file.fileno())
         finally:
             path.unlink(missing_ok=True)
 
 
-def listed(folder: Place) -> list[str]:
-    """As `names`; none when there is nothing under a URL."""
+def listed(folder: Location) -> list[str]:
+    """The names in a folder, as by `names`; none, and no error, when there is nothing under a URL."""
     return list(folder.sizes()) if isinstance(folder, RemotePath) else os.listdir(folder)
 
 
-def size(path: Place) -> int:
-    """Bytes of a file. OSError."""
+def size(path: Location) -> int:
+    """The size of a file in bytes. OSError."""
     return path.size() if isinstance(path, RemotePath) else path.stat().st_size
 
 
-def delete(path: Place) -> None:
+def delete(path: Location) -> None:
     """Delete a file, if there is one. OSError."""
     if isinstance(path, RemotePath):
         path.delete()
@@ -274,7 +277,7 @@ def delete(path: Place) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove(path: Place, *, keep: str = "") -> None:
+def remove(path: Location, *, keep: str = "") -> None:
     """Delete a folder with its files, as far as the disk allows; but not, in an object store, the object `keep`."""
     if not isinstance(path, RemotePath):
         with suppress(OSError):
@@ -282,13 +285,14 @@ def remove(path: Place, *, keep: str = "") -> None:
         return
     with suppress(OSError):
         path.abort_uploads()
-        for name in sorted(path.sizes(), reverse=True):  # MANIFEST.json, which says what it is, after the pieces
+        # In this order MANIFEST.json comes after the ranks' files: until the end it says what is being deleted.
+        for name in sorted(path.sizes(), reverse=True):
             if name != keep:
                 (path / name).delete()
 
 
-def read_text(path: Place, bytes_max: int) -> str:
-    """A small file. OSError; SnapshotDamagedError when it is too large or not UTF-8."""
+def read_text(path: Location, bytes_max: int) -> str:
+    """The text of a small file. OSError; SnapshotDamagedError when it is too large or not UTF-8."""
     if isinstance(path, RemotePath):
         data = path.read(0, bytes_max + 1)
     else:
@@ -302,7 +306,7 @@ def read_text(path: Place, bytes_max: int) -> str:
         raise SnapshotDamagedError(f"{path}: not text") from None
 
 
-def vanished(folder: Place) -> SnapshotFolderError:
+def vanished(folder: Location) -> SnapshotFolderError:
     """The error for a running job that has lost its snapshot folder."""
     return SnapshotFolderError(
         f"{folder} has vanished: it was removed, renamed or unmounted while this job used it\n"
@@ -310,27 +314,28 @@ def vanished(folder: Place) -> SnapshotFolderError:
     )
 
 
-def write_error(error: OSError, path: Place, size_bytes: int = 0) -> SnapshotWriteError:
+def write_error(error: OSError, path: Location, size_bytes: int = 0) -> SnapshotWriteError:
     """The error for a snapshot that cannot be written."""
     need = f" (it needs {size_bytes / 1e6:.0f} MB)" if size_bytes >= 10**6 else ""
     text = f"cannot write {path}{need}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and isinstance(path, Path):
         with suppress(OSError):
-            there = path if path.is_dir() else path.parent  # its parent may be on another disk
-            text += f"; {shutil.disk_usage(there).free / 1e6:.0f} MB are free there"
+            folder = path if path.is_dir() else path.parent  # the parent of a folder may be on another disk
+            text += f"; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free there"
     if error.errno == errno.EFBIG:
         text += "; is there a limit on file sizes (ulimit -f)?"
     return SnapshotWriteError(text)
 
 
 def _create(path: Path) -> int:
+    """Make the file, open for direct writing where the file system can. Returns the descriptor. OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # A file system without O_DIRECT. Some have made the file nevertheless.
+    # The file system does not know O_DIRECT. Some of these have made the file nevertheless.
     with suppress(FileNotFoundError):
         path.unlink()
     return os.open(path, flags, 0o666)
@@ -341,7 +346,8 @@ def _is_direct(file: int) -> bool:
 
 
 def _write(file: int, data: memoryview, begin: int = 0) -> None:
-    """From `begin` on. Whole blocks go directly to the disk where that is possible, the rest through the page cache."""
+    """Write the bytes from `begin` on, to the same position of the file. Whole blocks go directly to the disk where
+    that is possible, the rest through the page cache. OSError."""
     direct = _is_direct(file)
     whole = len(data) - len(data) % BLOCK_BYTES
     while begin < len(data):
@@ -357,14 +363,14 @@ def _write(file: int, data: memoryview, begin: int = 0) -> None:
             direct = leave_direct(file)
             continue
         begin += written
-        if direct and begin % BLOCK_BYTES:
+        if direct and begin % BLOCK_BYTES:  # only a part was written, as on a full disk: the rest is not aligned
             direct = leave_direct(file)
 
 
 class OpenFile:
     """A file, or an object, to read from. Methods raise OSError."""
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: Location) -> None:
         self._object = path if isinstance(path, RemotePath) else None
         self._fd = -1
         if not isinstance(path, RemotePath):
@@ -372,7 +378,8 @@ class OpenFile:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, into: memoryview, begin: int) -> int:
-        """As os.preadv with one buffer. If reading past the page cache fails, read through it."""
+        """Read bytes from the position `begin`, as os.preadv with one buffer. Returns their number. If the file system
+        refuses to bypass the page cache, it is used."""
         if self._object is not None:
             data = self._object.read(begin, begin + len(into))
             into[: len(data)] = data
@@ -386,12 +393,12 @@ class OpenFile:
         return os.preadv(self._fd, [into], begin)
 
     def go_direct(self) -> None:
-        """From now on read past the page cache, whole blocks into whole pages, if the file system can."""
+        """Bypass the page cache from now on, if the file system can: reads must be whole blocks into whole pages."""
         with suppress(OSError, ValueError):
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
 
     def leave_direct(self) -> None:
-        """From now on use the page cache."""
+        """Use the page cache from now on."""
         if self._fd >= 0:
             leave_direct(self._fd)
 
@@ -403,12 +410,13 @@ class OpenFile:
 
 
 def leave_direct(file: int) -> bool:
-    """From now on use the page cache. Returns False, the new value of "direct"."""
+    """Use the page cache from now on. Returns False, the new value of "direct"."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
     return False
 
 
 def error_of(code: str, text: str) -> SnapshotError:
-    """The error as it was raised elsewhere: in the saver, or by another rank."""
+    """The error with this code, as it was raised in the saver or by another rank. An unknown code becomes a
+    SnapshotWriteError."""
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SnapshotError))
     return next((kind(text) for kind in kinds if kind.code == code), SnapshotWriteError(text))

@@ -1,6 +1,7 @@
 """One save, as the saver carries it out; and the choice of the step that is written after a crash.
 
-Runs in its own thread, because a disk may block it for ever; touches no shared state. Standard library only.
+Each save runs in its own thread, because a disk may block it for ever; it touches no shared state. Standard library
+only.
 
 After a crash the saver writes the newest step that every rank of the job still has in memory. Each node's saver knows
 its own ranks' slots, which is enough on one node. Several nodes exchange what they have through the snapshot folder,
@@ -9,7 +10,7 @@ committed. Every rank lists there the steps that it has, and which of them were 
 saver makes the same choice. A rank that leaves no list within the patience ends the rescue: a step is never written
 with ranks missing. A newer snapshot ends it, too: the workers of the other nodes live, and have gone on without this
 one. The savers poll, because writes of other nodes cause no local event. When a next life begins that has copies of
-states on other nodes, it goes on from memory, and nobody waits any more."""
+states on other nodes, it goes on from memory, and the wait ends."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ from typing import NamedTuple
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.train.snapshots import disk, slots
 from holdfast.train.snapshots.changes import SaveRequest, abandon, commit
-from holdfast.train.snapshots.folder import attempt_place, entries, first_of, inspect, is_being_written
+from holdfast.train.snapshots.folder import attempt_location, entries, first_of, inspect, is_being_written
 from holdfast.train.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.train.snapshots.lease import FOLDER_ID, is_of_another_folder
 from holdfast.train.snapshots.mapping import Mappings
 from holdfast.train.snapshots.read_back import READ_BACK, ReadBacks, Written, write
-from holdfast.train.snapshots.remote import LOOK_S, Place, RemotePath, place_of
+from holdfast.train.snapshots.remote import STORE_POLL_S, Location, RemotePath, location_of
 from holdfast.train.snapshots.saver_connection import Packet, Tell
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
@@ -43,10 +44,12 @@ MEETING_MIN = ATTEMPT_MIN - MEETING_BELOW
 """The distance between a meeting's number and that of its attempt. Numbers of other saves, which count from 1, are
 smaller."""
 PATIENCE_S = 30.0
-"""How long to wait for the other ranks. An agent that ends may have to wait this long when another node is gone."""
+"""Limit of the wait for the other ranks. An agent that ends may have to wait this long when another node is gone."""
 LINGER_S = 5.0
-"""How long a rank that has nothing newer than the disk stays for others that may have: they read its list at once."""
-LOOK_AGAIN_S = 0.02
+"""Time for which a rank that has nothing newer than the disk stays in the meeting, for others that may have something
+newer: they read its list at once."""
+POLL_S = 0.02
+"""Pause between two looks into a snapshot folder on a file system (s)."""
 INVENTORY_BYTES_MAX = 1 << 16
 
 
@@ -65,6 +68,7 @@ class StepInMemory(NamedTuple):
 
     step: int
     save: int
+    """The number of the save in the life of the worker (`SaveRequest.save`)."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +76,19 @@ class Inventory:
     """The list that one rank brings to the meeting."""
 
     steps: tuple[StepInMemory, ...]
-    """Steps that it, and all others of its node, could write."""
+    """Steps that this rank, and all others of its node, could write."""
     asked: int
-    """The newest step that it handed over to be written before the crash; -1: none."""
+    """The newest step that this rank handed over to be written before the crash; -1: none."""
     on_disk: int
-    """The newest committed step that its node sees; -1: none."""
+    """The newest committed step that this rank's node sees; -1: none."""
 
     def dump(self) -> str:
+        """The text of the file that the other ranks read."""
         return json.dumps({"steps": self.steps, "asked": self.asked, "on_disk": self.on_disk})
 
     @classmethod
     def load(cls, text: str) -> Inventory:
-        """Read a list. SnapshotDamagedError."""
+        """The list with this text. Raises SnapshotDamagedError."""
         try:
             found = json.loads(text)
             steps = tuple(StepInMemory(int(step), int(save)) for step, save in found["steps"])
@@ -101,7 +106,7 @@ def choose(inventories: Sequence[Inventory]) -> StepInMemory | None:
 
 
 class _OutrunError(Exception):
-    """A newer state has come to the disk meanwhile."""
+    """A newer state has come to the disk meanwhile: nothing has to be written any more."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,10 @@ class PendingFlush:
     """One rank's states of one snapshot folder, after all workers of the node have died."""
 
     held: Mapping[StepInMemory, tuple[slots.Slot, SaveRequest]]
-    """States that all ranks of the node have. There is at least one."""
+    """States that all ranks of the node have, with this rank's slot. There is at least one."""
     inventory: Inventory
     alone: StepInMemory | None = None
-    """The step to write when all ranks are on this node: no meeting is needed."""
+    """The step to write when all ranks are on this node: no meeting is needed. None: a meeting decides."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set when rank 0, if it is on this node, has saved or given up. The ranks of a node share it."""
 
@@ -122,7 +127,7 @@ class PendingFlush:
         return self.held[max(self.held)][1]
 
     def meet(self, needless: threading.Event, patience_s: float = PATIENCE_S) -> StepInMemory | None:
-        """The step that all ranks of the job write now; None: none. Nobody waits when it is `needless`.
+        """The step that all ranks of the job write now; None: none. The wait ends when `needless` is set. Raises
         SnapshotIncompleteError, SnapshotWriteError."""
         if self.alone is not None:
             return self.alone
@@ -132,16 +137,16 @@ class PendingFlush:
         except (SnapshotIncompleteError, SnapshotWriteError):
             if newer and not needless.is_set():
                 raise
-            return None  # nothing is lost
+            return None  # nothing is lost: the disk has this rank's newest state, or the next life goes on from memory
         return found if newer else None
 
     def _meet(self, needless: threading.Event, patience_s: float) -> StepInMemory | None:
         request, step = self.request, max(self.inventory.on_disk + 1, self.request.step)
-        until = Until(time.monotonic() + patience_s, needless, request.folder, step)
+        limit = WaitLimit(time.monotonic() + patience_s, needless, request.folder, step)
         try:
-            place = _meeting_place(request, until)
-            disk.write_atomically(place / _inventory_file(request.rank), self.inventory.dump())
-            return choose(_inventories(place, request, until))
+            meeting = _meeting_place(request, limit)
+            disk.write_atomically(meeting / _inventory_file(request.rank), self.inventory.dump())
+            return choose(_inventories(meeting, request, limit))
         except _OutrunError:
             return None
         except FileNotFoundError as error:
@@ -151,85 +156,88 @@ class PendingFlush:
                 f"step {request.step}, which is in memory, was not saved: the job continued before all ranks had saved"
             ) from error
         except OSError as error:
-            raise disk.write_error(error, place_of(request.folder)) from error
+            raise disk.write_error(error, location_of(request.folder)) from error
 
     def end_meeting(self) -> None:
-        """Rank 0 removes the meeting place, when the others have read it, or must see that nothing is written."""
+        """If this is rank 0, remove the meeting place: the others have read it, or must see that nothing is written."""
         if self.request.rank == 0:
             self.over.set()
             if self.alone is None:
-                disk.remove(_place_of(self.request))
+                disk.remove(_meeting_location(self.request))
 
     def given_up(self) -> bool:
-        """For other ranks whose attempt is not there: whether rank 0 will not begin it any more."""
+        """Whether rank 0 will not begin the attempt any more. Other ranks ask while the attempt is not there."""
         if self.over.is_set():
             return True
-        return self.alone is None and not _place_of_all(self.request)
+        return self.alone is None and not _has_meeting_place(self.request)
 
 
-def _place_of(request: SaveRequest) -> Place:
-    return attempt_place(request.folder, Key(request.step, request.attempt - MEETING_BELOW))
+def _meeting_location(request: SaveRequest) -> Location:
+    """The location at which rank 0 makes the meeting place: it is named by rank 0's own newest step."""
+    return attempt_location(request.folder, Key(request.step, request.attempt - MEETING_BELOW))
 
 
-def _place_of_all(request: SaveRequest) -> bool:
+def _has_meeting_place(request: SaveRequest) -> bool:
     """Whether rank 0's meeting place is there; its step may be another one. True where that is not known."""
     try:
-        found = disk.listed(place_of(request.folder))
+        found = disk.listed(location_of(request.folder))
     except OSError:
         return True
     number = request.attempt - MEETING_BELOW
     return any((named := parse_name(name)) is not None and named.key.attempt == number for name in found)
 
 
-class Until(NamedTuple):
-    """How long a rank waits for the others."""
+class WaitLimit(NamedTuple):
+    """What ends a rank's wait for the others."""
 
     deadline: float
+    """The latest time (monotonic s)."""
     needless: threading.Event
+    """Set when the next life goes on from memory."""
     folder: str
     step: int
-    """When it is on the disk, the others have gone on; an object store is not asked."""
+    """The step whose arrival on the disk shows that the others have gone on. An object store is not asked for it."""
 
-    def over(self, place: Place) -> bool:
-        """Whether this is over; else it returns when it is time to look again. _OutrunError."""
+    def is_over(self, location: Location) -> bool:
+        """Whether the wait is over. Returns False when it is time to look again. Raises _OutrunError."""
         if time.monotonic() > self.deadline:
             return True
-        if isinstance(place, RemotePath):
-            return self.needless.wait(LOOK_S)
+        if isinstance(location, RemotePath):
+            return self.needless.wait(STORE_POLL_S)
         if newest_on_disk(self.folder) >= self.step:
             raise _OutrunError
-        return self.needless.wait(LOOK_AGAIN_S)
+        return self.needless.wait(POLL_S)
 
 
-def _meeting_place(request: SaveRequest, until: Until) -> Place:
-    """Rank 0 makes the place, named by its own newest step; the others look for its number. OSError;
-    SnapshotWriteError, _OutrunError."""
+def _meeting_place(request: SaveRequest, limit: WaitLimit) -> Location:
+    """The meeting place. Rank 0 makes it; the others wait for it, and recognize it by its number, since its step may
+    not be theirs. OSError; SnapshotWriteError, _OutrunError."""
     if request.rank == 0:
-        place = _place_of(request)
-        if isinstance(place, Path):
-            place.mkdir()
-        return place
-    folder = place_of(request.folder)
+        own = _meeting_location(request)
+        if isinstance(own, Path):
+            own.mkdir()
+        return own
+    folder = location_of(request.folder)
     while True:
         for name in disk.listed(folder):
             named = parse_name(name)  # no other attempt has this number
             if named and named.key.attempt == request.attempt - MEETING_BELOW:
                 return folder / name
-        if until.over(folder):
+        if limit.is_over(folder):
             raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
 
 
-def _inventories(place: Place, request: SaveRequest, until: Until) -> list[Inventory]:
+def _inventories(meeting: Location, request: SaveRequest, limit: WaitLimit) -> list[Inventory]:
     """The lists of all ranks. OSError; SnapshotIncompleteError, _OutrunError."""
     inventories: dict[int, Inventory] = {}
     while True:
-        names = set(disk.names(place))
+        names = set(disk.names(meeting))
         for rank in range(request.world):
             if rank not in inventories and _inventory_file(rank) in names:
-                inventories[rank] = Inventory.load(disk.read_text(place / _inventory_file(rank), INVENTORY_BYTES_MAX))
+                inventories[rank] = Inventory.load(disk.read_text(meeting / _inventory_file(rank), INVENTORY_BYTES_MAX))
         if len(inventories) == request.world:
             return list(inventories.values())
-        if until.over(place):
+        if limit.is_over(meeting):
             missing = first_of([rank for rank in range(request.world) if rank not in inventories], 8)
             raise SnapshotIncompleteError(
                 f"step {request.step}, which is in memory, was not saved: nothing came from rank {missing}"
@@ -243,7 +251,7 @@ def _inventory_file(rank: int) -> str:
 def newest_on_disk(folder: str) -> int:
     """The newest committed step that is not suspect, by its name; -1: none. It is validated only when it is loaded."""
     try:
-        ours, marks = entries(place_of(folder))
+        ours, marks = entries(location_of(folder))
     except OSError:
         return -1
     steps = (named.key.step for _, named in ours if named.kind is FolderKind.COMMITTED and named.key not in marks)
@@ -254,10 +262,10 @@ def pending_flush(
     by_rank: Mapping[int, Sequence[tuple[slots.Slot, SaveRequest]]],
     asked: Mapping[tuple[str, int], int],
 ) -> list[PendingFlush]:
-    """For each snapshot folder and life of which all the node's ranks have states: each rank's states, if any may have
-    to be written.
+    """The states that may have to be written: one entry for each rank, for each snapshot folder and life of which all
+    the node's ranks have states.
 
-    `by_rank`: by local rank. `asked`: by folder and local rank, the newest step that was handed over.
+    `by_rank`: each local rank's valid slots. `asked`: by folder and local rank, the newest step that was handed over.
     """
     found: list[PendingFlush] = []
     lives = {(request.folder, request.attempt, request.world) for held in by_rank.values() for _, request in held}
@@ -272,8 +280,9 @@ def pending_flush(
         }
         folder, _, world = life
         common = set.intersection(*(set(each) for each in held.values()))
-        # The saver's only thread for sockets must not wait for an object store, and a step that is there was asked for.
-        on_disk = -1 if isinstance(place_of(folder), RemotePath) else newest_on_disk(folder)
+        # The saver's only thread for sockets calls this and must not wait for an object store. Nothing is lost: a step
+        # that the store has was handed over by this node, too, which `asked` says.
+        on_disk = -1 if isinstance(location_of(folder), RemotePath) else newest_on_disk(folder)
         inventories = {each: Inventory(tuple(sorted(common)), asked.get((folder, each), -1), on_disk) for each in held}
         alone = choose(list(inventories.values())) if len(held) == world else None
         if alone or (common and len(held) < world):
@@ -286,25 +295,29 @@ def pending_flush(
 
 
 class Save(NamedTuple):
-    """The work of one thread. The thread owns the descriptor."""
+    """The work of one thread."""
 
     fd: int
+    """The slot's file, locked against staging. The thread owns this descriptor and releases it."""
     sequence: int
+    """The slot's sequence number at the time of the request."""
     request: SaveRequest
     patience_s: float
+    """Limit of rank 0's wait for the others' records."""
     local_rank: int
     mappings: Mappings
     pending_flush: PendingFlush | None = None
-    """After a crash: the other states of this rank that may be written instead, after an agreement between the
-    ranks."""
+    """The states of this rank among which the ranks choose after a crash; None: a save that a worker asked for."""
     stage: str = ""
-    """A local folder: the slot is copied there and free, before the upload to an object store begins."""
+    """A local folder to which the slot is copied, so that it is free before the upload to an object store begins;
+    empty: the slot itself is uploaded."""
     needless: threading.Event | None = None
     """Set when the next life goes on from memory: it needs this slot more than the disk does."""
 
 
 def carry_out(save: Save, read_backs: ReadBacks, tell: Tell) -> None:
-    """In its own thread: write this rank's file, and commit if it is rank 0's. Then read it back, if that is wanted."""
+    """Write this rank's file, and commit if this is rank 0; then read the file back, if the request says so. It runs in
+    its own thread, and `tell` gets the answers to the worker (saver_connection.py)."""
     written: list[Written] = []
     try:
         path = _carry_out(save, written, tell)
@@ -323,8 +336,9 @@ def carry_out(save: Save, read_backs: ReadBacks, tell: Tell) -> None:
         each.close()
 
 
-def read_back(path: Place, read_backs: ReadBacks, tell: Tell) -> None:
-    """In its own thread: see that every byte of a committed snapshot was read back, and report any damage."""
+def read_back(path: Location, read_backs: ReadBacks, tell: Tell) -> None:
+    """Make sure that every byte of a committed snapshot was read back, and report any damage to `tell`. It runs in its
+    own thread."""
     try:
         read_backs.rest(inspect(path))
     except SnapshotError as error:
@@ -336,10 +350,11 @@ def read_back(path: Place, read_backs: ReadBacks, tell: Tell) -> None:
         tell({"is": "read back", "code": "", "text": ""})
 
 
-def _carry_out(save: Save, written: list[Written], tell: Tell) -> Place | None:
+def _carry_out(save: Save, written: list[Written], tell: Tell) -> Location | None:
     if save.pending_flush is None:
         _write(save, written, tell)
         return commit(save.request, patience=save.patience_s) if save.request.rank == 0 else None
+
     # Listed now, before the next life of the workers has any attempts.
     older = _older_attempts(save.request)
     try:
@@ -352,9 +367,10 @@ def _carry_out(save: Save, written: list[Written], tell: Tell) -> Place | None:
         path = commit(agreed.request, patience=save.patience_s)
         for each in older:
             if each.key < agreed.request.key:
-                # A thread that still writes it would then wait in vain for the ranks that have handed over nothing.
+                # A thread that has written its file waits in vain for the ranks that have handed over nothing: the end
+                # of the attempt ends that wait. A thread that is still writing is left to finish first.
                 while is_being_written(each.attempt_path):
-                    time.sleep(LOOK_AGAIN_S)
+                    time.sleep(POLL_S)
                 abandon(each)
         return path
     finally:  # before the report: the saver may end after it
@@ -362,8 +378,9 @@ def _carry_out(save: Save, written: list[Written], tell: Tell) -> Place | None:
 
 
 def _failed(save: Save, code: str, text: str) -> Packet:
-    """The report of a failed save. `made_good`: another attempt has brought the step to the disk, or it follows from a
-    failure of rank 0 on this node, which is reported; if the worker has died meanwhile, nobody gets this report."""
+    """The report of a failed save. Its `made_good` is true when nobody has to know of the failure if the worker has
+    died meanwhile: another attempt has brought the step to the disk, or the failure follows from one of rank 0 on this
+    node, which is reported."""
     flush = save.pending_flush
     follows = (
         flush is not None and save.request.rank > 0 and flush.over.is_set() and code == SnapshotIncompleteError.code
@@ -373,15 +390,17 @@ def _failed(save: Save, code: str, text: str) -> Packet:
 
 
 def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
-    """This rank's save of the step that all ranks write; None: nothing. Raises SnapshotError."""
+    """This rank's save of the step that all ranks write; None: no step is written. Raises SnapshotError. The
+    descriptor of a save that is not returned is released."""
     with contextlib.ExitStack() as failing:
         failing.callback(slots.release, save.fd)
         folder_id = save.request.note.get(FOLDER_ID)
-        if folder_id and is_of_another_folder(place_of(save.request.folder), folder_id):
-            return None  # nobody wants the states of a folder that was removed
+        if folder_id and is_of_another_folder(location_of(save.request.folder), folder_id):
+            return None  # the folder was removed: its states are not needed
         step = pending_flush.meet(save.needless or threading.Event())
         if step is None:
             return None
+
         slot, request = pending_flush.held[step]
         if slot.sequence == save.sequence:
             failing.pop_all()
@@ -395,10 +414,10 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
 
 
 def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
-    """Saves of the dead life that are not over. Once their states are on the disk in another attempt, they must not
-    wait for ranks that died before they had handed over their part."""
+    """Saves of the dead life that are not over. Once the newest state is on the disk in another attempt, they must not
+    wait any longer for ranks that died before they had handed over their part."""
     try:
-        found, _ = entries(place_of(request.folder))
+        found, _ = entries(location_of(request.folder))
     except OSError:
         return []
     return [
@@ -409,22 +428,22 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
 
 
 def _write(save: Save, written: list[Written], tell: Tell) -> None:
-    """Write the slot. It is free when this returns, whether the save succeeded or not. `tell`: it is free. `written`:
-    gets what is to be read back."""
-    with contextlib.ExitStack() as slot_s:
-        slot_s.callback(slots.release, save.fd)
+    """Write the slot. It is free when this returns, whether the save succeeded or not; `tell` gets the message that it
+    is free. `written` gets what is to be read back. Raises SnapshotError."""
+    with contextlib.ExitStack() as releasing:
+        releasing.callback(slots.release, save.fd)
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
         if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
             raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot has changed.")
-        place = place_of(save.request.folder)
-        if isinstance(place, Path) and not place.is_absolute():
+        location = location_of(save.request.folder)
+        if isinstance(location, Path) and not location.is_absolute():  # this process has another working directory
             raise SnapshotWriteError(f"{save.request.folder} is not an absolute path")
         if save.pending_flush is not None:
             _await_attempt(save)
         data = save.request.of_file(slot.data)
         if save.stage:
             data = _staged(data, save.stage)
-            slot_s.close()
+            releasing.close()
             tell({"is": "written"})
         back = write(save.request, data, None if save.stage else (save.fd, save.sequence))
         written += [] if back is None else [back]
@@ -433,7 +452,7 @@ def _write(save: Save, written: list[Written], tell: Tell) -> None:
 
 
 def _staged(data: memoryview, stage: str) -> memoryview:
-    """A copy in a file without a name, which ends with this process. SnapshotWriteError."""
+    """A copy of the bytes in a file without a name, which ends with this process. SnapshotWriteError."""
     try:
         with tempfile.TemporaryFile(dir=stage) as file:
             file.write(data)
@@ -444,10 +463,12 @@ def _staged(data: memoryview, stage: str) -> memoryview:
 
 
 def _await_attempt(save: Save) -> None:
-    """No rank has begun this attempt: rank 0 begins it now, and the others wait for it."""
+    """Begin the attempt of a rescue, which no rank has begun before: rank 0 makes the folder, and the others wait for
+    it. SnapshotIncompleteError, SnapshotWriteError."""
     path = save.request.attempt_path
     if isinstance(path, RemotePath):
-        return  # nothing has to be made, and all know its name
+        return  # an object store needs no folder, and all ranks know the name
+
     if save.request.rank == 0:
         try:
             path.mkdir()
@@ -461,4 +482,4 @@ def _await_attempt(save: Save) -> None:
             raise SnapshotIncompleteError(f"step {save.request.step}: rank 0 could not save it")
         if time.monotonic() > deadline or path.with_name(save.request.key.name).is_dir():
             raise SnapshotWriteError(f"step {save.request.step}: rank 0 has not begun to save it")
-        time.sleep(LOOK_AGAIN_S)  # writes of other nodes cause no local event
+        time.sleep(POLL_S)  # writes of other nodes cause no local event

@@ -4,9 +4,9 @@
 digest. A file is read chunk by chunk by a few threads, each of which hashes the chunk that it has just read; a rank
 that needs only some of the tensors (another world size) reads and checks only their chunks.
 
-A reader beside retention gets the whole snapshot or a SnapshotGoneError, never a part: retention renames a folder
-before it deletes anything in it, and files that are open stay readable. No function uses a time stamp, and none writes
-except `quarantine` and `clear_debris`. Knows bytes and names, no tensors.
+A process that reads while retention deletes gets the whole snapshot or a SnapshotGoneError, never a part: retention
+renames a folder before it deletes anything in it, and files that are open stay readable. No function uses a time stamp,
+and none writes except `quarantine` and `clear_debris`. Knows bytes and names, no tensors.
 
 In an object store nothing is renamed (remote_commit.py).
 """
@@ -43,13 +43,14 @@ from holdfast.train.snapshots.layout import (
     parse_name,
     record_file,
 )
-from holdfast.train.snapshots.remote import Place, RemotePath, place_of
+from holdfast.train.snapshots.remote import Location, RemotePath, location_of
 
 
 class RankFile:
     """One rank's file of a committed snapshot, open for reading. Use it as a context manager.
 
-    What `load` has returned stays valid after `close`. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
+    What `load` has returned stays valid after `close`. All methods may raise SnapshotDamagedError, SnapshotGoneError,
+    SnapshotError."""
 
     def __init__(self, snapshot: Snapshot, rank: int) -> None:
         entry = snapshot.manifest.ranks[rank]
@@ -64,7 +65,7 @@ class RankFile:
 
     @cached_property
     def image(self) -> Image:
-        """Names, types, shapes and places of the tensors."""
+        """Names, types, shapes and positions of the tensors."""
         head = self._read_new(1)
         try:
             length = head_bytes(head[:LENGTH_BYTES], self.size_bytes)
@@ -77,8 +78,8 @@ class RankFile:
     def load(self, names: Iterable[str] | None = None) -> memoryview:
         """The file's bytes in new, writable memory, from which `image.spans` are cut.
 
-        With `names` only these tensors' bytes are read; the rest is undefined and takes no memory. KeyError for a name
-        that is not in the image.
+        With `names` only these tensors' bytes are read; the rest is undefined and takes no memory. Raises KeyError for
+        a name that is not in the image.
         """
         if names is None:
             numbers = list(range(len(self.record.chunks)))
@@ -96,8 +97,8 @@ class RankFile:
     def check(self, beside: Callable[[], object] | None = None) -> None:
         """Read and check everything, keep nothing.
 
-        `beside` is called before each chunk, for a check during training, and returns when no more urgent work is in
-        progress: with it one thread reads past the page cache. That takes twice as long, uses a quarter of the
+        `beside`: for a check during training. It is called before each chunk, and returns when no more urgent work is
+        in progress. One thread then reads and bypasses the page cache: that takes twice as long, uses a quarter of the
         processor time when all cores are busy, and leaves the cache to the data loader.
         """
 
@@ -113,7 +114,7 @@ class RankFile:
             self._file.go_direct()
             pass_over(numbers[:-1])
             self._file.leave_direct()
-            pass_over(numbers[-1:])  # not whole blocks
+            pass_over(numbers[-1:])  # the last chunk may end within a block, which a direct read cannot
         else:
             _in_threads(pass_over, numbers)
         # A header that does not fit its tensors is damage too, even with the right digest.
@@ -130,6 +131,7 @@ class RankFile:
         self.close()
 
     def _read_record(self, snapshot: Snapshot, rank: int) -> RankRecord:
+        """The rank's record, which must be the one in the manifest. On an error the file is closed."""
         entry = snapshot.manifest.ranks[rank]
         with ExitStack() as failing:
             failing.callback(self.close)
@@ -150,6 +152,7 @@ class RankFile:
         return data
 
     def _read_chunk(self, number: int, into: memoryview) -> None:
+        """Read the chunk with this number and check it."""
         begin, filled = number * CHUNK_BYTES, 0
         try:
             while filled < len(into) and (count := self._file.read_into(into[filled:], begin + filled)):
@@ -162,6 +165,7 @@ class RankFile:
             raise self._damaged(f"bytes {begin} to {begin + filled} are not what was saved")
 
     def _is_saved(self, number: int, data: memoryview) -> bool:
+        """Whether these are the saved bytes of this chunk. A subclass may have a cheaper way (read_back.py)."""
         return chunk_digest(data) == self.record.chunks[number]
 
     def _damaged(self, why: str) -> SnapshotDamagedError:
@@ -169,7 +173,7 @@ class RankFile:
 
 
 def verify(snapshot: Snapshot, beside: Callable[[], object] | None = None) -> None:
-    """Read every byte of a snapshot and check it. SnapshotDamagedError names the file; SnapshotGoneError;
+    """Read every byte of a snapshot and check it. Raises SnapshotDamagedError, which names the file; SnapshotGoneError;
     SnapshotError.
 
     `beside`: see RankFile.check.
@@ -181,7 +185,8 @@ def verify(snapshot: Snapshot, beside: Callable[[], object] | None = None) -> No
 
 def confirm(snapshot: Snapshot) -> None:
     """Ask an object store for the manifest, all records and all sizes, without reading all bytes again: the store has
-    checked them on their way, and every load checks them. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
+    checked them when they were uploaded, and every load checks them. Raises SnapshotDamagedError, SnapshotGoneError,
+    SnapshotError."""
     for rank in range(inspect(snapshot.path).manifest.world):
         RankFile(snapshot, rank).close()
 
@@ -211,8 +216,11 @@ def _in_threads(work: Callable[[Sequence[int]], None], numbers: Sequence[int]) -
 
 
 WHY = "WHY.txt"
+"""Name of the file in a quarantined snapshot that says what is wrong with it."""
 SUFFIX_MAX = 1000
+"""Limit of the numbers that are tried for a free name."""
 MARK = "suspect."
+"""Beginning of the name of a mark."""
 
 
 def mark_file(key: Key) -> str:
@@ -230,12 +238,12 @@ def marked_key(name: str) -> Key | None:
 class Snapshot:
     """A committed snapshot whose manifest and sizes are valid."""
 
-    path: Place
+    path: Location
     manifest: Manifest
 
     @property
     def key(self) -> Key:
-        """Its place in the order: (step, attempt)."""
+        """The key by which snapshots are ordered: (step, attempt)."""
         return self.manifest.key
 
     @property
@@ -248,13 +256,13 @@ class Snapshot:
 class Problem:
     """A folder that is named like a committed snapshot, but is none, or cannot be read now."""
 
-    path: Place
+    path: Location
     key: Key
     error: SnapshotError
 
     @property
     def damaged(self) -> bool:
-        """Whether it can never be read as a snapshot; otherwise (permissions, a newer version) it may well be valid."""
+        """Whether it can never be read as a snapshot. If False (permissions, a newer version), it may well be valid."""
         return isinstance(self.error, SnapshotDamagedError)
 
 
@@ -262,15 +270,16 @@ class Problem:
 class Survey:
     """The content of a snapshot folder. Everything is in ascending order of (step, attempt)."""
 
-    path: Place
+    path: Location
     committed: tuple[Snapshot, ...] = ()
-    """Those that are marked as suspect are not among them."""
+    """Committed snapshots that are not marked as suspect."""
     problems: tuple[Problem, ...] = ()
-    debris: tuple[Place, ...] = ()
+    debris: tuple[Location, ...] = ()
     """Unfinished attempts (they may be in progress now), and folders that retention did not finish deleting."""
-    quarantined: tuple[Place, ...] = ()
+    quarantined: tuple[Location, ...] = ()
+    """Snapshots that were found damaged, and renamed."""
     suspects: tuple[Snapshot, ...] = ()
-    """Committed and marked: training that went on from them failed (lives.py)."""
+    """Committed snapshots with a mark: training that went on from them failed (lives.py)."""
     marks: frozenset[Key] = frozenset()
     """All marks, also those of states that are, or were, in memory."""
 
@@ -281,7 +290,7 @@ class Survey:
 
     @property
     def preferred(self) -> Snapshot | None:
-        """The newest one of which it is not known that it has values that are not finite; else the newest one."""
+        """The newest snapshot that is not known to hold values that are not finite; the newest one if all are."""
         good = [each for each in self.committed if each.manifest.finite is not False]
         return good[-1] if good else self.newest_valid
 
@@ -292,13 +301,14 @@ class Survey:
 
     @property
     def keys(self) -> list[Key]:
-        """Of everything that is saved here, or was begun."""
+        """The keys of all that is saved here, or was begun."""
         rest = [named.key for path in (*self.debris, *self.quarantined) if (named := parse_name(path.name))]
         return [*(each.key for each in (*self.committed, *self.suspects)), *(each.key for each in self.problems), *rest]
 
 
-def entries(path: Place) -> tuple[list[tuple[str, Named]], frozenset[Key]]:
-    """What is ours in a snapshot folder, by its name, in an object store by its manifest; and all marks. OSError."""
+def entries(path: Location) -> tuple[list[tuple[str, Named]], frozenset[Key]]:
+    """The folders of snapshots in a snapshot folder, with what their names say (in an object store their manifests);
+    and all marks. OSError."""
     names = disk.names(path)
     found = [(name, named) for name in names if (named := parse_name(name))]
     if isinstance(path, RemotePath):
@@ -306,15 +316,15 @@ def entries(path: Place) -> tuple[list[tuple[str, Named]], frozenset[Key]]:
     return found, frozenset(key for name in names if (key := marked_key(name)))
 
 
-def attempt_place(folder: str, key: Key) -> Place:
-    """Where an attempt is written; in an object store it never moves."""
-    place = place_of(folder)
-    return place / (key.name if isinstance(place, RemotePath) else key.named(FolderKind.ATTEMPT))
+def attempt_location(folder: str, key: Key) -> Location:
+    """The folder in which an attempt is written. In an object store it has its committed name from the beginning."""
+    location = location_of(folder)
+    return location / (key.name if isinstance(location, RemotePath) else key.named(FolderKind.ATTEMPT))
 
 
 def survey(folder: str | os.PathLike[str] | RemotePath) -> Survey:
-    """List a snapshot folder; a missing one is empty. Files that are not ours are ignored. SnapshotError."""
-    path = place_of(folder)
+    """List a snapshot folder; a missing one is empty. Files that are not ours are ignored. Raises SnapshotError."""
+    path = location_of(folder)
     try:
         listed, marks = entries(path)
     except FileNotFoundError:
@@ -329,7 +339,7 @@ def survey(folder: str | os.PathLike[str] | RemotePath) -> Survey:
         try:
             committed.append(inspect(path / name))
         except SnapshotGoneError:
-            continue
+            continue  # retention has deleted it since the listing
         except SnapshotError as error:
             problems.append(Problem(path / name, key, error))
     return Survey(
@@ -343,8 +353,8 @@ def survey(folder: str | os.PathLike[str] | RemotePath) -> Survey:
     )
 
 
-def inspect(path: Place) -> Snapshot:
-    """The snapshot in this committed folder. SnapshotDamagedError; SnapshotGoneError; SnapshotVersionError."""
+def inspect(path: Location) -> Snapshot:
+    """The snapshot in this committed folder. Raises SnapshotDamagedError; SnapshotGoneError; SnapshotVersionError."""
     try:
         text = disk.read_text(path / MANIFEST, MANIFEST_BYTES_MAX)
         if isinstance(path, RemotePath) and remote_commit.tombstone_kind(text):
@@ -352,7 +362,8 @@ def inspect(path: Place) -> Snapshot:
         manifest = Manifest.load(text)
         if manifest.key.name != path.name:
             raise SnapshotDamagedError(f"its manifest is that of {manifest.key.name}")
-        # One listing for a thousand ranks; what it does not show is asked for by name.
+        # One listing of an object store serves a thousand ranks. A listing may be old: a file that it does not show
+        # with the right size is asked for by name.
         listed = path.sizes() if isinstance(path, RemotePath) else {}
         for entry in manifest.ranks:
             size_bytes = listed.get(entry.file, -1)
@@ -367,30 +378,31 @@ def inspect(path: Place) -> Snapshot:
     return Snapshot(path, manifest)
 
 
-def unreadable(snapshot: Place, error: OSError) -> SnapshotError:
-    """The error for an unreadable file of a committed snapshot: damage, the whole snapshot is gone, or neither."""
+def unreadable(snapshot: Location, error: OSError) -> SnapshotError:
+    """The error for an unreadable file of a committed snapshot: SnapshotDamagedError; SnapshotGoneError, when the whole
+    snapshot is gone; SnapshotError for what may be temporary."""
     if error.errno in (errno.ENOENT, errno.ESTALE) and not _exists(snapshot):
         return SnapshotGoneError(f"{snapshot} was removed meanwhile; look for a newer one")
     if error.errno == errno.ENOENT:
         return SnapshotDamagedError(f"{snapshot}: {Path(error.filename or '').name} is missing")
     kind = SnapshotDamagedError if error.errno in disk.DAMAGE else SnapshotError
-    return kind(f"{place_of(error.filename or snapshot)}: {error.strerror or error}")
+    return kind(f"{location_of(error.filename or snapshot)}: {error.strerror or error}")
 
 
-def _exists(snapshot: Place) -> bool:
+def _exists(snapshot: Location) -> bool:
     if not isinstance(snapshot, RemotePath):
         return snapshot.exists()
     with contextlib.suppress(OSError):
         return remote_commit.kind_of(snapshot) is FolderKind.COMMITTED
-    return True  # it cannot be asked now
+    return True  # the store does not answer now
 
 
 def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
-    """The snapshot to resume from, the newest with finite values; None: start from the beginning. If all are suspect,
-    the newest of them.
+    """The snapshot to resume from: the newest with finite values; if all are suspect, the newest of these; None: start
+    from the beginning.
 
-    NoValidSnapshotError when there are saves and none of them is valid, unless `fresh_ok`. A snapshot that is
-    unreadable now, but may be valid and newer than the newest valid one, is an error: it is not skipped silently.
+    Raises NoValidSnapshotError when there are saves and none of them is valid, unless `fresh_ok`. A snapshot that is
+    unreadable now, but may be valid, and is newer than the newest valid one, is an error: it is not skipped silently.
     """
     newest = found.preferred or (found.suspects[-1] if found.suspects else None)
     for problem in reversed(found.problems):
@@ -406,14 +418,13 @@ def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
 
 
 def first_of(names: Sequence[object], most: int) -> str:
-    """For a message: so many of them."""
+    """The first `most` of these names, for a message; an ellipsis stands for the others."""
     return ", ".join(map(str, names[:most])) + (" …" if len(names) > most else "")
 
 
-def quarantine(path: Place, why: str) -> Place | None:
-    """Rename a damaged snapshot, so that it is not used again; returns its new path.
-
-    None when that fails (read-only, or another process was faster): then the caller has to skip it.
+def quarantine(path: Location, why: str) -> Location | None:
+    """Rename a damaged snapshot, so that it is not used again. Returns its new path; None: that failed (the disk is
+    read-only, or another process was faster), so the caller has to skip the snapshot.
     """
     named = parse_name(path.name)
     if named is None or named.kind is not FolderKind.COMMITTED:
@@ -426,7 +437,7 @@ def quarantine(path: Place, why: str) -> Place | None:
     return aside
 
 
-def rename_aside(path: Place, key: Key, kind: FolderKind) -> Place | None:
+def rename_aside(path: Location, key: Key, kind: FolderKind) -> Location | None:
     """Give a folder a free name of this kind; None when the disk does not allow it. In an object store, a committed
     snapshot gets a tombstone of this kind."""
     if isinstance(path, RemotePath):
@@ -448,22 +459,22 @@ def rename_aside(path: Place, key: Key, kind: FolderKind) -> Place | None:
 
 
 @contextlib.contextmanager
-def being_written(path: Place) -> Iterator[int]:
-    """Mark this attempt as being written: with a lock that ends with the process, visible on this machine. Yields its
-    descriptor; -1: an object store has none, or there is no folder, which the writer reports."""
+def being_written(path: Location) -> Iterator[int]:
+    """Mark this attempt as being written, by a lock that ends with the process and is visible on this machine. Yields
+    the folder's descriptor; -1: an object store has none, or there is no folder, which the writer reports."""
     with contextlib.ExitStack() as held:
         fd = -1
         with contextlib.suppress(OSError):
             if isinstance(path, Path):
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 held.callback(os.close, fd)
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # which a file system may lack
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a file system may have no locks
         yield fd
 
 
-def is_being_written(path: Place) -> bool:
-    """Whether a process of this machine writes it. False: none does, or one on another machine, or to an object
-    store."""
+def is_being_written(path: Location) -> bool:
+    """Whether a process of this machine is writing this attempt. A process of another machine, and one that writes to
+    an object store, are not seen."""
     if isinstance(path, RemotePath):
         return False
     try:
@@ -481,23 +492,23 @@ def is_being_written(path: Place) -> bool:
     return False
 
 
-def clear_debris(found: Survey) -> list[Place]:
-    """Delete the remains of unfinished saves; returns the deleted paths. Only for the job that owns the folder, and
-    while it saves nothing."""
-    cleared: list[Place] = []
+def clear_debris(found: Survey) -> list[Location]:
+    """Delete the remains of unfinished saves. Returns the deleted paths. Only the job that has the folder's lease may
+    call it, and only while it saves nothing."""
+    cleared: list[Location] = []
     for path in found.debris:
         if isinstance(path, RemotePath):
             cleared += [path] if remote_commit.clear(path) else []
             continue
         named = parse_name(path.name)
-        doomed = (
+        renamed = (
             path if named is None or named.kind is FolderKind.GONE else rename_aside(path, named.key, FolderKind.GONE)
         )
-        if isinstance(doomed, Path):
-            disk.remove(doomed)
+        if isinstance(renamed, Path):
+            disk.remove(renamed)
             with contextlib.suppress(OSError):
-                doomed.unlink()  # not a folder: a file, or a link, whose target is not ours
-            if not os.path.lexists(doomed):
+                renamed.unlink()  # succeeds for what is not a folder: a file, or a link, whose target is not ours
+            if not os.path.lexists(renamed):
                 cleared.append(path)
     if isinstance(found.path, RemotePath):
         with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
-"""Saving where /dev/shm has no room: memory of this process, written by its own thread. A save ends with the process.
+"""Saving where /dev/shm has no room: the state is staged in memory of this process, and written by a thread of it. A
+save ends with the process.
 
-It is a `Tier` of saver_client.py. Standard library only."""
+`InProcessStaging` is a `Tier` of saver_client.py, where the methods are described. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from holdfast.train.snapshots.slots import Slot
 
 
 class InProcessStaging:
-    """Memory of this process and a thread that writes."""
+    """The tier without shared memory: one state in this process, and a thread that writes it."""
 
     in_memory = False
     place = ""
@@ -34,7 +35,7 @@ class InProcessStaging:
         self._read_backs = ReadBacks(lambda: self.busy)
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
-        """A request names its rank; nothing else here does."""
+        """Do nothing: only a request names the rank here."""
 
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         self._reserve(size_bytes)
@@ -54,7 +55,7 @@ class InProcessStaging:
         return memoryview(self._memory)[:size_bytes]
 
     def commit(self, request: SaveRequest) -> None:
-        """No other process could write it after our end."""
+        """Do nothing: no other process could write the state after the end of this one."""
 
     def persist(self, request: SaveRequest) -> None:
         assert self._memory is not None
@@ -74,6 +75,7 @@ class InProcessStaging:
         except (OSError, ValueError) as error:
             self._failures.append(SnapshotWriteError(f"step {request.step} was not saved: {error}"))
         else:
+            # Another thread reads it back: the end of this one means that the save is done.
             if written is not None:
                 work, given = self._read_backs.own, (written,)
                 threading.Thread(target=work, args=given, name="holdfast-check", daemon=True).start()
@@ -99,16 +101,16 @@ class InProcessStaging:
         self.check()
 
     def await_previous_worker(self) -> None:
-        """Nothing to wait for: its saves ended with it."""
+        """Do nothing: the saves of a previous worker ended with it."""
 
     def held(self, folder: str) -> list[Slot]:  # noqa: ARG002
         return []
 
     def forget(self, above_step: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state outlives its save."""
 
     def drop(self, above_step: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state outlives its save."""
 
     def read_back(self, snapshot: Snapshot) -> None:
         self._read_backs.rest(snapshot)
@@ -118,8 +120,10 @@ class InProcessStaging:
 
 
 def open_tier(*, rank: int, world: int, remote: bool = False, stage: str = "", copies: bool = False) -> Tier:
-    """The memory tier; where it is not possible, the in-process one with a warning. `remote`: the target is an object
-    store; `stage`, `copies`: see Snapshots."""
+    """The tier of this worker: shared memory and the saver; where these are not possible, memory of this process, with
+    a warning.
+
+    `remote`: the target is an object store. `stage`: see `Save.stage`. `copies`: other nodes get copies."""
     try:
         address = SaverAddress.find()
         try:
@@ -133,7 +137,7 @@ def open_tier(*, rank: int, world: int, remote: bool = False, stage: str = "", c
 
 
 def warn_of_disk(error: SnapshotError) -> None:
-    """Called once for each Snapshots object."""
+    """Warn that snapshots go to the disk only. It is called once for each Snapshots object."""
     warnings.warn(
         f"holdfast: no snapshots in memory: {error}\n"
         "Snapshots go to the disk only; a restart reads them there, and a save ends with its process.",

@@ -13,8 +13,9 @@
       history.json, failure.json             how far earlier lives came, and how they failed (lives.py)
       lease.000003                           which job has the folder
 
-Order is (step, attempt), never a time stamp. Records and manifest are JSON, read strictly: bounded, every field of its
-type, nothing missing. The manifest holds a digest of its own text, so that an edited one is detected.
+Snapshots are ordered by (step, attempt), never by a time stamp. Records and manifest are JSON, read strictly: bounded,
+every field of its type, nothing missing. The manifest holds a digest of its own text, so that an edited one is
+detected.
 
 A rank's file is a safetensors file (`Image`), planned before any tensor is copied, and validated when it is read:
 
@@ -24,7 +25,7 @@ The same bytes are the content of a memory slot: the saver copies bytes and know
 no holes, so tensors are laid out such that each begins at a multiple of its item's size, and each whose size is a
 multiple of 64 bytes (all large ones are) at a multiple of 64 bytes from the file's start.
 
-Knows names and bytes, opens nothing. No torch here.
+Knows names and bytes. Must not open files, and must not know torch.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def refusal_file(rank: int) -> str:
 
 
 FINITE = "finite"
-"""In the metadata: whether all values that training changes are finite; absent: nobody has looked."""
+"""Name in the metadata: whether all values that training changes are finite; absent: that was not checked."""
 FORMAT = "holdfast-snapshot"
 VERSION = 1
 MANIFEST_BYTES_MAX = 256 << 20
@@ -138,10 +139,11 @@ class RankRecord:
     world: int
     size_bytes: int
     digest: str
-    """The root over `chunks`."""
+    """The root over `chunks` (`disk.root_digest`)."""
     chunks: tuple[str, ...]
+    """The digests of the file's chunks, in order."""
     note: Mapping[str, Any] = field(default_factory=dict)
-    """Any data that the saving side adds; JSON."""
+    """JSON that the saving side adds."""
 
     def dump(self) -> str:
         """The record's text."""
@@ -149,7 +151,7 @@ class RankRecord:
 
     @classmethod
     def load(cls, text: str) -> RankRecord:
-        """The record with this text. SnapshotDamagedError, SnapshotVersionError."""
+        """The record with this text. Raises SnapshotDamagedError, SnapshotVersionError."""
         fields = _Fields(text, "the record")
         record = cls(
             step=fields.number("step", STEP_MAX),
@@ -196,7 +198,7 @@ class Manifest:
 
     @property
     def key(self) -> Key:
-        """Its place in the order."""
+        """The key by which snapshots are ordered."""
         return Key(self.step, self.attempt)
 
     @property
@@ -211,7 +213,7 @@ class Manifest:
 
     @property
     def finite(self) -> bool | None:
-        """Whether all values that training changes are finite; None: nobody has looked."""
+        """Whether all values that training changes are finite; None: that was not checked."""
         found = self.metadata.get(FINITE)
         return found if isinstance(found, bool) else None
 
@@ -224,7 +226,7 @@ class Manifest:
         )
 
     def dump(self) -> str:
-        """MANIFEST.json's text. ValueError for metadata that is not JSON or too large."""
+        """The text of MANIFEST.json. Raises ValueError for metadata that is not JSON or too large."""
         metadata = finite(self.metadata)
         body = {
             "format": FORMAT,
@@ -250,7 +252,7 @@ class Manifest:
 
     @classmethod
     def load(cls, text: str) -> Manifest:
-        """The manifest with this text. SnapshotDamagedError, SnapshotVersionError."""
+        """The manifest with this text. Raises SnapshotDamagedError, SnapshotVersionError."""
         fields = _Fields(text, "MANIFEST.json")
         body = dict(fields.body)
         if body.pop("digest", None) != hashlib.sha256(_canonical(body)).hexdigest():
@@ -268,6 +270,7 @@ class Manifest:
 
 
 def _entries(fields: _Fields) -> tuple[RankEntry, ...]:
+    """The manifest's entries, one for every rank. Raises SnapshotDamagedError."""
     entries = []
     for rank, each in enumerate(fields.items("ranks", dict)):
         size_bytes, root = each.get("size_bytes"), each.get("digest")
@@ -292,6 +295,7 @@ def finite(value: Any) -> Any:
 
 
 def _canonical(body: Any) -> bytes:
+    """The JSON over which a digest is made: equal for equal content."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -300,7 +304,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _Fields:
-    """Reads a JSON object and validates every field."""
+    """Reads a JSON object and validates every field. Methods raise SnapshotDamagedError."""
 
     def __init__(self, text: str, what: str) -> None:
         self._what = what
@@ -344,7 +348,9 @@ class _Fields:
 
 
 ALIGNMENT_BYTES = 64
+"""Alignment of large tensors in a file, counted from its start."""
 LENGTH_BYTES = 8
+"""Size of the number at the beginning of a file: the length of its header."""
 HEADER_BYTES_MAX = 100_000_000
 """safetensors' own limit."""
 DIMENSIONS_MAX = 64
@@ -362,15 +368,16 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: its name, safetensors' code of its type ("F32", "BF16" …), its shape."""
+    """One tensor of a file."""
 
     name: str
     dtype: str
+    """The code of its type in safetensors: "F32", "BF16" …"""
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
+        """The size of its values in bytes."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
@@ -381,34 +388,36 @@ class Image:
     header: bytes
     """All bytes before the first tensor."""
     entries: tuple[TensorEntry, ...]
-    """In the order of the file."""
+    """The tensors, in the order of the file."""
     metadata: Mapping[str, str]
 
     @classmethod
     def plan(cls, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> Image:
-        """The image of these tensors. ValueError for a bad name, type or shape."""
-        placed = sorted(entries, key=_place)
-        names = {entry.name for entry in placed}
-        if len(names) < len(placed) or METADATA in names:
+        """The image of these tensors. Raises ValueError for a bad name, type or shape."""
+        ordered = sorted(entries, key=_order)
+        names = {entry.name for entry in ordered}
+        if len(names) < len(ordered) or METADATA in names:
             raise ValueError(f"names of tensors must be unique, and none may be {METADATA}")
+
         described: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
         begin = 0
-        for entry in placed:
+        for entry in ordered:
             _check(entry)
             end = begin + entry.nbytes
             described[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (begin, end)}
             begin = end
+
         text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
         if len(text) > HEADER_BYTES_MAX:
             raise ValueError(f"names and metadata take {len(text)} bytes; the format allows {HEADER_BYTES_MAX}")
-        return cls(len(text).to_bytes(LENGTH_BYTES, "little") + text, tuple(placed), dict(metadata or {}))
+        return cls(len(text).to_bytes(LENGTH_BYTES, "little") + text, tuple(ordered), dict(metadata or {}))
 
     @classmethod
     def read(cls, head: bytes | bytearray | memoryview, size_bytes: int) -> Image:
         """The image whose file begins with `head` (the header at least, see `head_bytes`) and has `size_bytes`.
 
-        SnapshotDamagedError unless it is whole and consistent.
+        Raises SnapshotDamagedError unless the header is complete, and fits the tensors and the size.
         """
         view = memoryview(head).cast("B")
         header_bytes = head_bytes(view[:LENGTH_BYTES], size_bytes)
@@ -419,20 +428,21 @@ class Image:
         metadata = described.pop(METADATA, {})
         if not _is_text_map(metadata):
             raise SnapshotDamagedError(f"{METADATA} is not a map of text to text")
-        begins = {name: _entry(name, value) for name, value in described.items()}
-        placed = sorted(begins.values(), key=lambda each: each[1])
+
+        claims = [_entry(name, value) for name, value in described.items()]
+        claims.sort(key=lambda each: each[1])
         expected = 0
-        for entry, begin, end in placed:
+        for entry, begin, end in claims:
             if begin != expected or end != begin + entry.nbytes:
                 raise SnapshotDamagedError(f"tensor {entry.name!r} claims bytes {begin} to {end}, not from {expected}")
             expected = end
         if header_bytes + expected != size_bytes:
             raise SnapshotDamagedError(f"the file has {size_bytes} bytes, its header {header_bytes + expected}")
-        return cls(header, tuple(entry for entry, _, _ in placed), metadata)
+        return cls(header, tuple(entry for entry, _, _ in claims), metadata)
 
     @cached_property
     def spans(self) -> dict[str, slice]:
-        """The place of each tensor, in bytes from the file's start."""
+        """The bytes of each tensor, counted from the file's start."""
         spans, begin = {}, len(self.header)
         for entry in self.entries:
             spans[entry.name] = slice(begin, begin + entry.nbytes)
@@ -441,12 +451,13 @@ class Image:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of the whole file."""
+        """The size of the whole file in bytes."""
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
 
 def head_bytes(length: bytes | memoryview, size_bytes: int) -> int:
-    """Bytes before the first tensor, from the file's first eight and its size. SnapshotDamagedError."""
+    """The number of bytes before the first tensor, from the file's first eight bytes and its size. Raises
+    SnapshotDamagedError."""
     if len(length) < LENGTH_BYTES:
         raise SnapshotDamagedError(f"the file has {size_bytes} bytes, too few for any header")
     header_bytes = LENGTH_BYTES + int.from_bytes(length, "little")
@@ -455,14 +466,16 @@ def head_bytes(length: bytes | memoryview, size_bytes: int) -> int:
     return header_bytes
 
 
-def _place(entry: TensorEntry) -> tuple[bool, int]:
-    """Multiples of the alignment first, then by size of the item: each keeps the next one aligned."""
+def _order(entry: TensorEntry) -> tuple[bool, int]:
+    """Sort key: tensors whose size is a multiple of the alignment come first, then those with larger items. In this
+    order each one keeps the next one aligned. Raises ValueError."""
     if entry.dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {entry.name!r}: {entry.dtype!r} is no type of safetensors")
     return (entry.nbytes % ALIGNMENT_BYTES != 0, -ITEM_BYTES[entry.dtype])
 
 
 def _check(entry: TensorEntry) -> None:
+    """Raise ValueError for a shape that no tensor has."""
     shape = entry.shape
     sound = len(shape) <= DIMENSIONS_MAX and all(type(each) is int and each >= 0 for each in shape)
     if not sound or entry.nbytes > SIZE_BYTES_MAX:
@@ -471,7 +484,7 @@ def _check(entry: TensorEntry) -> None:
 
 def _parse(text: bytes) -> dict[str, Any]:
     try:
-        # As safetensors has it: an object from the first byte on, each name once.
+        # safetensors requires an object from the first byte on, and each name once.
         described = json.loads(text, object_pairs_hook=_unique) if text.startswith(b"{") else None
     except (ValueError, RecursionError) as error:
         raise SnapshotDamagedError(f"the header is not readable: {error}") from None
@@ -481,6 +494,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these names and values. Raises ValueError if a name comes twice."""
     described = dict(pairs)
     if len(described) < len(pairs):
         raise ValueError("a name comes twice")
@@ -492,15 +506,16 @@ def _is_text_map(value: Any) -> bool:
 
 
 def _entry(name: str, value: Any) -> tuple[TensorEntry, int, int]:
-    """One described tensor and its claimed bytes, or SnapshotDamagedError."""
+    """One described tensor, and the first and last byte that it claims after the header. Raises
+    SnapshotDamagedError."""
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         entry = TensorEntry(name, dtype, tuple(shape))
-        _place(entry)
+        _order(entry)  # raises for an unknown type
         _check(entry)
-        numbers = type(begin) is int and type(end) is int
+        is_valid = type(begin) is int and type(end) is int
     except (TypeError, ValueError, KeyError):
-        numbers = False
-    if not numbers:
+        is_valid = False
+    if not is_valid:
         raise SnapshotDamagedError(f"tensor {name!r} is not described as safetensors would")
     return entry, begin, end

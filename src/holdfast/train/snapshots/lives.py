@@ -1,9 +1,9 @@
-"""What the lives of a job leave in its snapshot folder for the next one: how far they came, how the last one failed,
-and marks on suspect snapshots.
+"""Files that the lives of a job leave in its snapshot folder for the next one: how far they came, how the last one
+failed, and marks on suspect snapshots.
 
     history.json                 how far the job came; replaced by rank 0 at each resume
-    failure.json                 by the first rank of a life that fails with an exception; read and removed at the next
-                                 resume
+    failure.json                 written by the first rank of a life that fails with an exception; read and removed at
+                                 the next resume
     suspect.step_000000120.0001  a mark on that snapshot, with the reason. Nothing is deleted
 
 A life is what one group of processes does from one resume to its end. A snapshot is suspect if the life that went on
@@ -11,9 +11,9 @@ from it failed within a few steps, and the failure was the same as the one befor
 everything that this life has saved is suspect as well. A state in memory is marked under the number of the attempt as
 which the saver would write it, so the mark also counts for what the saver wrote.
 
-An end that says nothing about the state is neither poison nor a lack of progress: a lost node, a preemption, a process
-that was killed from outside, an error in talking to other ranks. A hang, an error of the machine (memory, files) is a
-lack of progress, and no poison.
+A failure is poison if the state may be its cause. An end that says nothing about the state is neither poison nor a lack
+of progress: a lost node, a preemption, a process that was killed from outside, an error in the communication with other
+ranks. A hang or an error of the machine (memory, files) is a lack of progress, and no poison.
 
 Rank 0 has the folder's lease when it judges, writes marks before the history, and removes the failure last: if it is
 killed in between, the next resume comes to the same result. Standard library only.
@@ -33,7 +33,7 @@ from holdfast.protocol.errors import SnapshotError
 from holdfast.train.snapshots import disk
 from holdfast.train.snapshots.folder import Survey, mark_file
 from holdfast.train.snapshots.layout import Key
-from holdfast.train.snapshots.remote import Place, RemotePath
+from holdfast.train.snapshots.remote import Location, RemotePath
 
 HISTORY, FAILURE = "history.json", "failure.json"
 BYTES_MAX = 1 << 16
@@ -46,29 +46,31 @@ OF_PEERS = re.compile(
     r"|SnapshotIncompleteError|SnapshotBusyError",
     re.IGNORECASE,
 )
-"""Other ranks, or the way to them: a consequence of their end."""
+"""Texts of failures that concern other ranks, or the connection to them: a consequence of their end."""
 OF_MACHINE = re.compile(
     r"^(?:\w*OutOfMemoryError|MemoryError|OSError|FileNotFoundError|PermissionError|TimeoutError|Snapshot\w*Error"
     r"|\w+MismatchError|ReplicasDifferError)\b|out of memory|No space left"
 )
-"""Memory, files, or what is tracked: an older state would not help."""
+"""Texts of failures by the machine's memory or files, or by what the script tracks: an older state would not help."""
 NOT_FINITE = re.compile(
     r"^(?:NotFiniteError|FloatingPointError)\b|\bnan\b|\binf\b|\bnon-?finite\b|\bnot finite\b", re.I
 )
+"""Texts of failures by values that are not finite."""
 EXIT_CODE = "exit code "
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
+"""What differs between two failures of one kind: addresses, numbers."""
 
 
 @dataclass(frozen=True)
 class LifeFailure:
-    """How a life failed by a fault of the training itself."""
+    """The failure of a life by a fault of the training itself."""
 
     text: str
     """`Type: message`, or the exit code, in one line; empty: a hang."""
     step: int
-    """The last complete one of the failed rank."""
+    """The last step that the failed rank completed."""
     life: str = ""
-    """The life's word; empty: the launcher reported it, of the life before."""
+    """The random word of the life; empty: the launcher reported the failure, of the life before."""
 
     @property
     def fingerprint(self) -> str:
@@ -76,14 +78,15 @@ class LifeFailure:
         return self.text if self.text.startswith(EXIT_CODE) else _VARIES.sub("#", self.text)
 
     def is_poison_after(self, before: str) -> bool:
-        """Whether the state may be the cause. `before`: fingerprint of the failure before this one."""
+        """Whether the state may be the cause. `before`: the fingerprint of the failure before this one."""
         if not self.text or OF_MACHINE.search(self.text) or OF_PEERS.search(self.text):
             return False
         return self.fingerprint == before or NOT_FINITE.search(self.text) is not None
 
     @classmethod
     def of_launcher(cls, end: str) -> LifeFailure | None:
-        """From `coordinator.ending.previous_end`; None: it was no fault of the training."""
+        """The failure that the launcher reports (`coordinator.ending.previous_end`); None: the end was no fault of the
+        training."""
         kind, _, rest = end.partition(" ")
         step, _, text = rest.partition(" ")
         if kind not in ("failed", "hung") or not step.isdigit() or OF_PEERS.search(text):
@@ -92,9 +95,10 @@ class LifeFailure:
 
 
 def text_of(error: BaseException) -> str:
-    """A failure's text; empty for an end that is none of the training's own."""
+    """The text of a failure; empty for an end that is not the training's own fault."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
+        # 75 asks for the job to be queued again (errors.EXIT_REQUEUE); of the larger codes most stand for signals.
         return f"{EXIT_CODE}{code}" if 0 < code < 75 else ""
     if not isinstance(error, Exception):
         return ""
@@ -106,8 +110,9 @@ def text_of(error: BaseException) -> str:
     return "" if OF_PEERS.search(text) else text
 
 
-def note_failure(folder: Place, failure: LifeFailure) -> None:
-    """Leave this for the next resume, unless another rank has left its own. Never raises: it is not the cause."""
+def note_failure(folder: Location, failure: LifeFailure) -> None:
+    """Leave this failure for the next resume, unless another rank has left its own. It never raises, since an error
+    here would hide the failure."""
     path, text = folder / FAILURE, json.dumps(asdict(failure))
     with contextlib.suppress(OSError):
         if isinstance(path, RemotePath):
@@ -118,8 +123,8 @@ def note_failure(folder: Place, failure: LifeFailure) -> None:
     return None
 
 
-def noted_failure(folder: Place) -> LifeFailure | None:
-    """What `note_failure` left; None: nothing that can be read."""
+def noted_failure(folder: Location) -> LifeFailure | None:
+    """The failure that `note_failure` left; None: there is none, or it cannot be read."""
     body = _read(folder / FAILURE)
     text, step, life = body.get("text"), body.get("step"), body.get("life")
     if isinstance(text, str) and type(step) is int and isinstance(life, str):
@@ -127,34 +132,35 @@ def noted_failure(folder: Place) -> LifeFailure | None:
     return None
 
 
-def forget_failure(folder: Place) -> None:
-    """It was judged."""
+def forget_failure(folder: Location) -> None:
+    """Remove the failure that was left, after it was judged."""
     with contextlib.suppress(OSError):
         disk.delete(folder / FAILURE)
 
 
 @dataclass(frozen=True)
 class JobHistory:
-    """What is known of the lives until now."""
+    """What is known of the lives until now. The names of the fields are those in the file."""
 
     life: str = ""
-    """Word of the newest life."""
+    """The random word of the newest life."""
     origin: Key | None = None
-    """What it went on from; None: the beginning."""
+    """The snapshot from which the newest life went on; None: it began from the beginning."""
     best: int = 0
     """The largest step that any life has completed, as far as it is known."""
     stalled: int = 0
-    """Lives in a row that failed and did not come past `best`, but for those from ever older suspect snapshots."""
+    """The number of lives in a row that failed without a step beyond `best`. A life that went back to an older state,
+    because its origin was suspect, does not count."""
     floor: int | None = None
-    """The oldest step from which one of these lives went on; None: there was none."""
+    """The oldest step from which one of these stalled lives went on; None: there was none."""
     failure: str = ""
-    """Fingerprint of the last failure."""
+    """The fingerprint of the last failure; empty: there was none."""
     ended: bool = False
-    """The job was ended for want of progress."""
+    """Whether the job was ended for lack of progress."""
 
     @classmethod
-    def load(cls, folder: Place) -> JobHistory:
-        """Of this folder; an empty one if there is none, or none that can be read."""
+    def load(cls, folder: Location) -> JobHistory:
+        """The history in this folder; an empty one if there is none, or none that can be read."""
         body = _read(folder / HISTORY)
         try:
             origin = body.get("origin")
@@ -165,8 +171,8 @@ class JobHistory:
         kinds = ((str, found.life, found.failure), (int, *numbers))
         return found if all(type(each) is kind for kind, *values in kinds for each in values) else cls()
 
-    def save(self, folder: Place) -> None:
-        """SnapshotWriteError."""
+    def save(self, folder: Location) -> None:
+        """Write the history into this folder. Raises SnapshotWriteError."""
         try:
             disk.write_atomically(folder / HISTORY, json.dumps(asdict(self)))
         except OSError as error:
@@ -175,21 +181,25 @@ class JobHistory:
     def after(
         self, failure: LifeFailure | None, reached: int, on_disk: Iterable[Key], *, found_suspect: bool
     ) -> JobHistory:
-        """The newest life has ended so. `reached`: the newest step that is saved anywhere; `found_suspect`: what it
-        went on from is suspect now."""
+        """The history after the end of the newest life. `failure`: None: it ended by no fault of the training.
+        `reached`: the newest step that is saved anywhere. `on_disk`: the keys of all snapshots. `found_suspect`: the
+        snapshot from which it went on is suspect now."""
         came = max(reached, failure.step if failure is not None else 0)
         fingerprint = failure.fingerprint if failure is not None and failure.text else self.failure
         if came > self.best or not self._is_there(on_disk):
             return replace(self, best=came, stalled=0, floor=None, failure=fingerprint)
         if failure is None:
             return self
+
+        # A life from an older state than any stalled life before tries what was not tried yet: it does not count.
         begun = 0 if self.origin is None else self.origin.step
         goes_back = found_suspect and (self.floor is None or begun <= self.floor)
         floor = begun if self.floor is None else min(begun, self.floor)
         return replace(self, stalled=self.stalled + (not goes_back), floor=floor, failure=fingerprint)
 
     def _is_there(self, on_disk: Iterable[Key]) -> bool:
-        """False: a person has removed the newest snapshots, so that the job repeats its steps."""
+        """Whether the origin of the newest life, or something newer, is still on the disk. False: a person has removed
+        the newest snapshots, so that the job repeats its steps."""
         origin = self.origin
         return origin is None or origin.attempt >= FIRST_ATTEMPT_IN_MEMORY or any(each >= origin for each in on_disk)
 
@@ -197,9 +207,10 @@ class JobHistory:
 def suspects_of(
     history: JobHistory, failure: LifeFailure | None, within: int, found: Survey, in_memory: Iterable[Key]
 ) -> list[Key]:
-    """What becomes suspect by the failure of the newest life: its origin, and what it has saved.
+    """The snapshots that become suspect by the failure of the newest life: its origin, and what it has saved.
 
-    All that is newer than the origin is its own: it went on from the newest state that was not suspect.
+    `within`: only a failure at most this number of steps after the origin makes it suspect. All that is newer than the
+    origin was saved by this life, because a life goes on from the newest state that is not suspect.
     """
     origin = history.origin
     if origin is None or failure is None or not 0 <= failure.step - origin.step <= within:
@@ -209,7 +220,7 @@ def suspects_of(
     return sorted({origin, *(each for each in (*found.keys, *in_memory) if each.step > origin.step)} - found.marks)
 
 
-def mark(folder: Place, keys: Iterable[Key], why: str) -> None:
+def mark(folder: Location, keys: Iterable[Key], why: str) -> None:
     """Mark snapshots as suspect. SnapshotWriteError."""
     try:
         for key in keys:
@@ -219,7 +230,7 @@ def mark(folder: Place, keys: Iterable[Key], why: str) -> None:
         raise disk.write_error(error, folder) from error
 
 
-def unmark(folder: Place, keys: Iterable[Key]) -> None:
+def unmark(folder: Location, keys: Iterable[Key]) -> None:
     """Remove marks. SnapshotWriteError."""
     try:
         for key in keys:
@@ -228,14 +239,15 @@ def unmark(folder: Place, keys: Iterable[Key]) -> None:
         raise disk.write_error(error, folder) from error
 
 
-def why_marked(folder: Place, key: Key) -> str:
+def why_marked(folder: Location, key: Key) -> str:
     """The reason in a mark, in one line."""
     with contextlib.suppress(OSError, SnapshotError):
         return " ".join(disk.read_text(folder / mark_file(key), BYTES_MAX).split())
     return ""
 
 
-def _read(path: Place) -> dict[str, Any]:
+def _read(path: Location) -> dict[str, Any]:
+    """The JSON object in this file; an empty one if there is none, or none that can be read."""
     try:
         body = json.loads(disk.read_text(path, BYTES_MAX))
     except (OSError, SnapshotError, ValueError, RecursionError):

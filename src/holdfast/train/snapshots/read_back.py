@@ -1,15 +1,17 @@
 """Reading back: the process that wrote a rank's file compares it with what was saved; retention counts on that.
 
-    rank_00003.checked        beside rank 3's file, with its digest: its writer has read it back, past the page cache
+    rank_00003.checked        a note beside rank 3's file, with its digest: its writer has read the file back from the
+                              disk, not from the page cache
 
 So each node reads what it wrote, and no node reads everything. It begins when the file and its record are durable,
-gives way to whatever stages or writes a state on this node, and holds up no commit. A chunk is compared with the memory
-slot that it was written from while that still holds the state, which costs a third of a digest, otherwise with its
-digest.
+lets everything that stages or writes a state on this node go first, and delays no commit. A chunk is compared with the
+memory slot from which it was written, as long as the slot still has the state: that costs a third of a digest. After
+that it is compared with its digest.
 
-Rank 0's process needs all of them before retention counts the snapshot. It waits for those of a snapshot that it has
-committed itself; what has not come in time (its node was lost), or says anything else than the digest, it reads itself.
-Nobody who loads a snapshot looks at these files, and they alone come into a folder after its commit.
+Rank 0's process needs the notes of all ranks before retention counts the snapshot. It waits for those of a snapshot
+that it has committed itself; a file whose note has not come in time (its node was lost), or says anything else than the
+digest, it reads itself. No process that loads a snapshot reads these notes, and no other file comes into a folder after
+its commit.
 
 Knows the snapshot's files and bytes, and the header of slots. Must not know why a snapshot is kept or deleted. Standard
 library only.
@@ -30,20 +32,23 @@ from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.disk import CHUNK_BYTES
 from holdfast.train.snapshots.folder import RankFile, Snapshot, being_written, confirm, unreadable
 from holdfast.train.snapshots.layout import RankRecord, rank_file
-from holdfast.train.snapshots.remote import Place, RemotePath
+from holdfast.train.snapshots.remote import Location, RemotePath
 
 READ_BACK = "read_back"
-"""In the note of a request to save: the writer shall read its file back, since retention will ask for that."""
+"""Name in the note of a request to save: the writer shall read its file back, since retention will ask for that."""
 GIVE_WAY_S_MAX = 60.0
+"""Limit of the time for which one read-back waits for more urgent work in all."""
 OTHERS_S = 60.0
-"""How long rank 0's process waits for the next rank that has read its file back. All read equally much."""
+"""Limit of rank 0's wait for the next rank that has read its file back. All ranks read equally much."""
 UNANNOUNCED_S = 15.0
-"""A writer that will read its file back says so, by the room for its note, as soon as the file is complete. Where there
-is none after this time (NFS may need a part of it), its disk took none."""
-LOOK_S_MIN, LOOK_S_MAX = 0.02, 1.0
+"""A writer that will read its file back reserves room for its note as soon as the file is complete. If there is no such
+room after this time (NFS may take a part of it), the disk took none, and no note will come."""
+POLL_S_MIN, POLL_S_MAX = 0.02, 1.0
+"""Pause between two looks for notes; it doubles from the first to the second (s)."""
 CHECKED_BYTES_MAX = 4096
+"""Room for a note."""
 NOTE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-"""Others may write to a folder that a team shares: a link of theirs is not followed."""
+"""Flags to open a note. Others may write to a folder that a team shares: a link of theirs is not followed."""
 
 
 def checked_file(rank: int) -> str:
@@ -52,9 +57,10 @@ def checked_file(rank: int) -> str:
 
 
 class GiveWay:
-    """Called before each piece of background work: returns when no rank of this node stages or writes a state.
+    """Lets urgent work go first. It is called before each piece of background work, and returns when no rank of this
+    node stages or writes a state.
 
-    Waits at most GIVE_WAY_S_MAX in all, because a worker that died while staging leaves a slot that looks busy.
+    It waits at most GIVE_WAY_S_MAX in all, because a worker that died while staging leaves a slot that looks busy.
     """
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:
@@ -63,29 +69,30 @@ class GiveWay:
 
     def __call__(self) -> None:
         while self._left_s > 0 and self._is_busy():
-            time.sleep(LOOK_S_MIN)
-            self._left_s -= LOOK_S_MIN
+            time.sleep(POLL_S_MIN)
+            self._left_s -= POLL_S_MIN
 
 
 class Original:
-    """The bytes of a memory slot, as long as it holds the state of this sequence number."""
+    """The bytes of a memory slot, as long as it has the state with this sequence number."""
 
     def __init__(self, slot_fd: int, sequence: int) -> None:
         """`slot_fd` stays the caller's. Its lock is not needed: the slot may be staged into at any time."""
         self._fd, self._sequence = os.dup(slot_fd), sequence
-        self._room = bytearray(CHUNK_BYTES)
+        self._buffer = bytearray(CHUNK_BYTES)
 
     def holds(self, begin: int, data: memoryview) -> bool:
         """Whether these bytes of the file are in the slot. False also when the state is not there any more."""
-        room = memoryview(self._room)[: len(data)]
+        buffer = memoryview(self._buffer)[: len(data)]
         with contextlib.suppress(OSError):
-            # Not by a mapping: the slot's file may be made smaller meanwhile. The number is looked at after the bytes,
-            # too: who stages clears it before the first of them changes. `startswith` is memcmp.
+            # The file is read, not mapped: it may be made smaller meanwhile, and an access would be a SIGBUS. The
+            # number is checked after the bytes, too: a worker that stages clears it before the first byte changes.
+            # `startswith` is memcmp.
             return (
                 self._is_there()
-                and os.preadv(self._fd, [room], slots.HEADER_BYTES + begin) == len(data)
+                and os.preadv(self._fd, [buffer], slots.HEADER_BYTES + begin) == len(data)
                 and self._is_there()
-                and self._room.startswith(data)
+                and self._buffer.startswith(data)
             )
         return False
 
@@ -97,10 +104,10 @@ class Original:
 
 
 class OwnFile(RankFile):
-    """A rank's file that this process wrote, opened under whatever name its folder has."""
+    """A rank's file that this process wrote. It is compared with the memory slot where that is possible."""
 
     def __init__(self, folder: Path, record: RankRecord, original: Original | None) -> None:
-        """OSError."""
+        """`folder`: a path that stays valid when the folder is renamed. Raises OSError."""
         self.path = folder / rank_file(record.rank)
         self.size_bytes, self.record = record.size_bytes, record
         self._original = original
@@ -116,16 +123,16 @@ class Written:
     """A file that was just written, to be read back; the folder may be renamed meanwhile, which commits it."""
 
     def __init__(self, folder_fd: int, record: RankRecord, original: Original | None = None) -> None:
-        """`folder_fd` stays the caller's; `original` is closed with this. OSError."""
+        """`folder_fd` stays the caller's; `original` is closed with this. Raises OSError."""
         self.record = record
         self._original = original
-        # Not a duplicate: that would share its lock, which says that the file is being written.
+        # Opened again: a duplicate of `folder_fd` would share its lock, which says that the file is being written.
         self._folder_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
         self._folder = Path(f"/proc/self/fd/{self._folder_fd}")  # follows renames
         self._note = self._folder / f"{checked_file(record.rank)}{disk.PART}"
         with contextlib.suppress(OSError):
-            # Room for the note, now: a disk that is full later must not keep rank 0 waiting for it, since that delays
-            # the deletion that would make room.
+            # Room for the note is reserved now. If the disk were full later, rank 0 would wait for a note that cannot
+            # be written, which would delay the very deletion that makes room.
             note = os.open(self._note, NOTE_FLAGS, 0o666)
             try:
                 os.write(note, b" " * CHECKED_BYTES_MAX)
@@ -133,7 +140,8 @@ class Written:
                 os.close(note)
 
     def check(self, give_way: Callable[[], object]) -> None:
-        """Read it, and leave a file that says so; or why it is not what was saved: rank 0's process looks itself."""
+        """Read the file, and leave the note that it is what was saved. A note with a problem instead makes rank 0's
+        process read the file itself."""
         text = self.record.digest
         try:
             with OwnFile(self._folder, self.record, self._original) as file:
@@ -143,7 +151,7 @@ class Written:
         self.leave(text)
 
     def leave(self, text: str) -> None:
-        """Leave this in place of the digest, if there is still a folder."""
+        """Leave a note with this text, if the folder still exists."""
         with contextlib.suppress(OSError):
             note = os.open(self._note, NOTE_FLAGS, 0o666)
             try:
@@ -156,6 +164,7 @@ class Written:
             self._note.rename(self._folder / checked_file(self.record.rank))
 
     def close(self) -> None:
+        """Release everything; room for a note that was not left is given back."""
         with contextlib.suppress(OSError):
             self._note.unlink(missing_ok=True)
         os.close(self._folder_fd)
@@ -164,8 +173,10 @@ class Written:
 
 
 def write(request: SaveRequest, data: memoryview, slot: tuple[int, int] | None = None) -> Written | None:
-    """As `changes.write_rank`; returns what shall be read back, if the request says so and there is a folder. `slot`:
-    the descriptor and the sequence number of the memory slot that holds the data."""
+    """Write this rank's file as `changes.write_rank` does, with its errors. Returns what shall be read back; None: the
+    request does not ask for that, or there is no folder (in an object store).
+
+    `slot`: the descriptor and the sequence number of the memory slot that holds the data."""
     with being_written(request.attempt_path) as folder_fd:
         record = changes.write_rank(request, data)
         if READ_BACK in request.note and folder_fd >= 0:
@@ -175,33 +186,35 @@ def write(request: SaveRequest, data: memoryview, slot: tuple[int, int] | None =
 
 
 class ReadBacks:
-    """All reading back of one process. For any thread."""
+    """All reading back of one process. Methods may be called by any thread."""
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:
         """`is_busy`: whether a state is being staged or written."""
         self._is_busy = is_busy
         self._lock = threading.Lock()
         self._due: dict[int, Written] = {}
-        """By rank: the newest one alone, since saves may come faster than they can be read."""
+        """Files to be read back, by rank: only the newest of each rank, since saves may come faster than they can be
+        read."""
         self._reading = False
-        self._committed: set[Place] = set()
-        """By this process: the other ranks' writers are about to read them, too."""
+        """Whether a thread reads the files that are due."""
+        self._committed: set[Location] = set()
+        """Snapshots that this process has committed and not checked yet: the other ranks' writers read them, too."""
 
-    def committed(self, path: Place) -> None:
-        """This process has just committed it, and all ranks' writers read their files back."""
+    def committed(self, path: Location) -> None:
+        """Remember a snapshot that this process has just committed: all ranks' writers read their files back."""
         self._committed.add(path)
 
     def own(self, written: Written) -> None:
-        """Read it back, and close it; or leave that to a thread that is at it: one thread reads, whatever the number of
-        ranks."""
+        """Read this file back, and close it; if another thread is reading, leave it to that one. So one thread reads,
+        whatever the number of ranks."""
         with self._lock:
             before = self._due.pop(written.record.rank, None)
             self._due[written.record.rank] = written
-            leave, self._reading = self._reading, True
+            other_reads, self._reading = self._reading, True
         if before is not None:
             with contextlib.closing(before):
                 before.leave("not read: a newer one came first")
-        for each in () if leave else self._each_due():
+        for each in () if other_reads else self._each_due():
             with contextlib.closing(each):
                 each.check(GiveWay(self._is_busy))
 
@@ -215,8 +228,9 @@ class ReadBacks:
             yield written
 
     def rest(self, snapshot: Snapshot) -> None:
-        """Wait for all ranks' read-backs of a committed snapshot, and read what has none. Does not wait where this
-        process has not committed it. SnapshotDamagedError names the file; SnapshotGoneError; SnapshotError."""
+        """Wait for all ranks' read-backs of a committed snapshot, and read the files that have none. There is no wait
+        for a snapshot that another process has committed. Raises SnapshotDamagedError, which names the file;
+        SnapshotGoneError; SnapshotError."""
         if isinstance(snapshot.path, RemotePath):
             return confirm(snapshot)
         awaited = snapshot.path in self._committed
@@ -230,10 +244,11 @@ class ReadBacks:
 
 
 def _checked(snapshot: Snapshot, patience_s: float) -> set[int]:
-    """The ranks whose files were found good by their writers; waits so long for the next one."""
+    """The ranks whose files were found good by their writers. It waits up to `patience_s` for each next one. Raises
+    SnapshotError."""
     entries, found, bad = snapshot.manifest.ranks, set[int](), set[int]()
     began_s = time.monotonic()
-    pause_s, deadline = LOOK_S_MIN, began_s + patience_s
+    pause_s, deadline = POLL_S_MIN, began_s + patience_s
     while True:
         try:
             names = set(disk.names(snapshot.path))
@@ -243,13 +258,14 @@ def _checked(snapshot: Snapshot, patience_s: float) -> set[int]:
                 (found if text == entry.digest else bad).add(entry.rank)
         except OSError as error:
             raise unreadable(snapshot.path, error) from error
+
         left = [checked_file(each.rank) for each in entries if each.rank not in found | bad]
         announced = any(f"{name}{disk.PART}" in names for name in left)
         if not left or (not announced and time.monotonic() > began_s + UNANNOUNCED_S):
             return found
         if new:
-            pause_s, deadline = LOOK_S_MIN, time.monotonic() + patience_s
+            pause_s, deadline = POLL_S_MIN, time.monotonic() + patience_s
         if time.monotonic() >= deadline:
             return found
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LOOK_S_MAX)
+        pause_s = min(2 * pause_s, POLL_S_MAX)

@@ -6,22 +6,24 @@ FOLDER is the shared-memory folder. LISTENING is a socket on which workers conne
 -1: then this process detaches itself, and the job ends with the process ANCHOR (torchrun, or the only worker).
 
 Its promises:
-- A save whose packet was sent is carried out, even when the sender dies: the packet waits in the socket, with the
-  descriptor whose lock keeps the slot from being staged into.
+- A save whose packet was sent is carried out, even when the sender dies: the packet waits in the socket, together with
+  the descriptor, whose lock protects the slot against staging.
 - When a worker of this node has died without "bye" and no other worker of its generation is left, the saver also writes
   the newest step that all ranks of the job have in memory, for each snapshot folder, if it is newer than the disk
   (flush.py).
-- Where retention needs it, a save is then read back, which nobody waits for but rank 0's (read_back.py).
+- Where retention needs it, a save is then read back; only rank 0's process waits for that (read_back.py).
 - On "finish" from the agent it completes the saves in flight and ends. The agent waits train_contract.FINISH_LIMIT_S.
-- Where the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
-- Where the agent orders it, it fetches slots from other nodes before the workers ask for them (copy_service.py).
+- If the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
+- If the agent orders it, it fetches slots from other nodes before the workers ask for them (copy_service.py).
 - When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
 - Without an agent it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and no save
   is in flight.
 
 One thread handles sockets and processes; each save has its own thread, which can block on the disk. Signals that end
 whole sessions are ignored, because the saver's work is finite.
-Standard library and our snapshots only; for an object store also the worker's packages (remote.py).
+
+A rescue is the save that the saver makes by itself after a crash. Imports the standard library and our snapshots only;
+for an object store also the worker's packages (remote.py).
 """
 
 from __future__ import annotations
@@ -50,13 +52,16 @@ from holdfast.train.snapshots.copy_service import CopyService, Prefetch
 from holdfast.train.snapshots.flush import Save, carry_out, pending_flush, read_back
 from holdfast.train.snapshots.mapping import Mappings
 from holdfast.train.snapshots.read_back import ReadBacks
-from holdfast.train.snapshots.remote import adopt, place_of
+from holdfast.train.snapshots.remote import adopt, location_of
 from holdfast.train.snapshots.saver_connection import STALL, Packet, Tell, field_of
 
-SAVES_PER_WORKER_MAX = 8  # in flight; there are only three slots, so more is a fault of the caller
-METRICS_MAX = 16  # with each snapshot that the agent gets to know of
+SAVES_PER_WORKER_MAX = 8
+"""Limit of one worker's saves in flight. There are only three slots, so more is a fault of the caller."""
+METRICS_MAX = 16
+"""Limit of the metrics that the agent gets with each snapshot."""
 METRIC_CHARACTERS_MAX = 64
-NEWS_MAX = 16  # failures of saves whose worker is gone, kept for the next worker of that rank
+NEWS_MAX = 16
+"""Limit of the failures that are kept for the next worker of a rank, when the worker of a save is gone."""
 NICENESS = 5
 """Training has priority. Where the kernel schedules by sessions (autogroup), our session has the same share as the
 worker's and is not lowered: a save that is too slow makes the next one wait for a slot."""
@@ -68,13 +73,15 @@ class SaverConnection:
 
     sock: socket.socket
     pidfd: int = -1
-    """Becomes readable when the worker dies, even if a data loader that it forked keeps the socket open; -1: none."""
+    """A descriptor of the process; it becomes readable when the worker dies, even if a data loader that the worker
+    forked keeps the socket open. -1: none."""
     local_rank: int = -1
-    """-1: it has not sent "hello"."""
+    """The worker's local rank; -1: it has not sent "hello"."""
     generation: int = 0
-    left: bool = False  # it has sent "bye"
+    left: bool = False
+    """Whether it has sent "bye"."""
     failures: list[str] = field(default_factory=list)
-    """Failures that were sent to it; if it dies, it may not have read them."""
+    """Failures that were sent to the worker; if it dies, it may not have read them."""
 
 
 @dataclass
@@ -82,17 +89,18 @@ class InFlight:
     """Unfinished saves of one local rank, and the calls that wait until none is being written."""
 
     saves: int = 0
+    """The number of saves without a final answer."""
     writing: int = 0
-    """How many of them still write, and do not wait for other ranks."""
+    """The number of these whose file is not written yet; the others wait for other ranks."""
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
     def when_written(self, call: Callable[[], None]) -> None:
-        """Call it when none is being written."""
+        """Call this as soon as no save is being written."""
         self.waiting.append(call)
         self.changed()
 
     def changed(self) -> None:
-        """Some saves may be finished, or written."""
+        """Make the calls that wait, if no save is being written any more."""
         if not self.writing:
             due, self.waiting = self.waiting, []
             for call in due:
@@ -100,40 +108,47 @@ class InFlight:
 
 
 class Saver:
-    """One node's saver. Everything except `carry_out` runs in one thread."""
+    """One node's saver. All its methods run in one thread; the work of saves and copies runs in others."""
 
     def __init__(
         self, folder: Path, listening: socket.socket, control: socket.socket | None, anchor_fd: int | None = None
     ) -> None:
         """`control`: the agent's socket; None: there is no agent. `anchor_fd`: pidfd of the anchor; None: it is gone
-        already."""
+        already, or there is an agent."""
         self._folder = folder
         self._listening = listening
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Calls for this thread, from the threads that save."""
+        """Calls that the threads leave for this one."""
         self._woken, self._wake = socket.socketpair()
+        """A byte in this pair wakes this thread when `_done` has a call."""
         self._workers: set[SaverConnection] = set()
         self._gone: dict[int, int] = {}
-        """Local rank -> generation, of workers that left or died since the last rescue."""
+        """Local rank -> generation, of workers that left or died since their generation ended last."""
         self._crashed = False
+        """Whether one of these died without "bye"."""
         self._mappings = Mappings()
         self._copies = CopyService(folder, self._mappings)
         self._prefetch = Prefetch(folder, self._in_thread)
         self._read_backs = ReadBacks(self._is_busy)
-        self._flushes: dict[str, threading.Event] = {}
-        """By snapshot folder: ends the wait of rescues for other nodes."""
+        self._needless: dict[str, threading.Event] = {}
+        """The event that ends the wait of a folder's rescues for other nodes (`Save.needless`), by snapshot folder."""
         self._in_flight: dict[int, InFlight] = {}
+        """Saves by local rank."""
         self._newest_asked: dict[tuple[str, int], int] = {}
         """Snapshot folder, local rank -> newest step that was handed over since the last rescue, and did not fail."""
         self._news: dict[int, list[str]] = {}
+        """Failures by local rank, for the next worker of that rank."""
         self._finishing = control is None and anchor_fd is None
+        """Whether the process ends as soon as its work is done."""
         self._ended = False
+        """Whether the process ends now, whatever is in flight."""
+
         for sock in (listening, self._woken, *([control] if control is not None else [])):
             sock.setblocking(False)
         self._watch(listening, self._accept)
-        self._watch(self._woken, self._settle)
+        self._watch(self._woken, self._make_calls)
         if control is not None:
             self._watch(control, partial(self._obey, control))
             self._tell_agent({"is": "up"})
@@ -145,13 +160,14 @@ class Saver:
         while not self._ended and not (self._finishing and self._idle()):
             for key, _ in self._selector.select():
                 key.data()
-            if self._gone and not self._is_beside():
-                self._accept_all()  # a pending connection counts, too
-                if not self._is_beside():
-                    self._all_gone()
+            if self._gone and not self._has_others():
+                self._accept_all()  # a worker whose connection was not accepted yet counts, too
+                if not self._has_others():
+                    self._generation_gone()
 
     def _idle(self) -> bool:
-        """Whether no worker has more work for the saver. The agent ends its workers before it asks."""
+        """Whether no worker has more work for the saver. With an agent, connections do not count: it ends its workers
+        before it sends "finish"."""
         self._accept_all()
         return not any(each.saves for each in self._in_flight.values()) and (
             self._control is not None or not self._workers
@@ -163,6 +179,7 @@ class Saver:
     # --- the agent, or the anchor -------------------------------------------------------------------------------------
 
     def _obey(self, control: socket.socket) -> None:
+        """Carry out one order of the agent."""
         got = seqpacket.receive(control)
         if got is None:  # the agent was killed: the supervisor ends this process too
             self._ended = True
@@ -170,6 +187,7 @@ class Saver:
         if got[0].get("do") == "prefetch":
             self._prefetch.begin(got[0])
         elif got[0].get("do") == "finish":
+            # The workers are dead. Their packets are read now: a save that was handed over is carried out.
             self._accept_all()
             for worker in list(self._workers):
                 if worker.pidfd < 0 or seqpacket.is_readable(worker.pidfd):
@@ -212,7 +230,7 @@ class Saver:
     def _read(self, worker: SaverConnection) -> bool:
         """Read one packet. False: the connection has ended, or has no packet now."""
         if worker not in self._workers:
-            return False  # dropped by another event of the same round
+            return False  # another event of the same round has dropped the connection
         try:
             got = seqpacket.receive(worker.sock)
             if got is not None:
@@ -226,6 +244,8 @@ class Saver:
         return False
 
     def _serve(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
+        """Carry out one request of a worker; saver_connection.py lists them. It closes the descriptors that the request
+        does not keep. Raises ValueError."""
         try:
             match packet.get("do"):
                 case "hello":
@@ -244,7 +264,8 @@ class Saver:
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
                 case "serve":
-                    self._flushes.pop(field_of(packet, "folder", str), threading.Event()).set()
+                    # This life has its states in memory: no rescue of the life before is needed any more.
+                    self._needless.pop(field_of(packet, "folder", str), threading.Event()).set()
                     answer = self._copies.served(packet)
                     _send(worker, answer)
                     self._tell_agent({**packet, **answer})
@@ -261,7 +282,7 @@ class Saver:
                     idle = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
                     self._flights(worker.local_rank).when_written(idle)
                 case "read back":
-                    path = place_of(field_of(packet, "path", str))
+                    path = location_of(field_of(packet, "path", str))
                     # If the saver ends first, the requester checks the snapshot itself.
                     self._in_thread(partial(read_back, path, self._read_backs), tell=partial(_send, worker))
                 case "bye":
@@ -273,6 +294,7 @@ class Saver:
                 os.close(fd)
 
     def _persist(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
+        """Begin a save for a worker."""
         number = field_of(packet, "id", int)
         if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
@@ -288,13 +310,14 @@ class Saver:
         number = field_of(packet, "id", int)
         work = self._copies.sending(packet, fds)
 
-        def told(copy: Packet) -> None:
+        def report(copy: Packet) -> None:
             _send(worker, {"is": "copied", "id": number, "text": copy["why"]})
             self._tell_agent(copy)
 
-        self._in_thread(work, tell=told)
+        self._in_thread(work, tell=report)
 
     def _answer(self, worker: SaverConnection, save: Save, answer: Packet) -> None:
+        """Send the answer to the worker that asked for the save; if it is gone, report a failure to others."""
         if worker in self._workers:
             _send(worker, answer)
             if answer["is"] == "failed":
@@ -303,7 +326,7 @@ class Saver:
             self._report(save, answer)
 
     def _worker_gone(self, worker: SaverConnection) -> None:
-        """A worker died. Its earlier packets are read first."""
+        """Drop the connection of a worker that died. The packets that it sent before are read first."""
         while self._read(worker):
             pass
         if worker in self._workers:
@@ -320,28 +343,30 @@ class Saver:
             self._gone[worker.local_rank] = worker.generation
         if worker.local_rank >= 0 and not worker.left:
             self._crashed = True
-            for text in worker.failures[-1:]:  # it has asked for another save since the earlier ones, and got them
+            # Only the last failure is news for the agent: the worker has read the earlier ones before it asked for
+            # another save.
+            for text in worker.failures[-1:]:
                 self._news_to_agent(text)
             self._keep_news(worker.local_rank, *worker.failures)
 
     def _regrouped(self, generation: int) -> None:
-        """Workers go on in this generation without those that died: what these have left is not needed any more."""
+        """Forget the workers that died before this generation: the survivors go on in it, so no rescue is needed."""
         self._gone = {rank: theirs for rank, theirs in self._gone.items() if theirs >= generation}
         self._crashed = self._crashed and bool(self._gone)
 
     # --- after a crash ------------------------------------------------------------------------------------------------
 
-    def _is_beside(self) -> bool:
-        """Whether another worker of the ending generation is left. A worker that connects later belongs to the next
-        one: a restart, or a job that has closed one snapshot folder and opens another."""
+    def _has_others(self) -> bool:
+        """Whether another worker of the ending generation is left. A worker that connects later does not count: it
+        belongs to a restart, or to a job that has closed one snapshot folder and opens another."""
         generation = max(self._gone.values())
         return any(
             worker.local_rank < 0 or (worker.generation <= generation and worker.local_rank not in self._gone)
             for worker in self._workers
         )
 
-    def _all_gone(self) -> None:
-        """The last worker of a generation has left or died."""
+    def _generation_gone(self) -> None:
+        """Rescue what has to be rescued: the last worker of a generation has left or died."""
         if self._crashed:
             try:
                 self._rescue()
@@ -349,7 +374,7 @@ class Saver:
                 self._news_to_agent(f"the newest state in memory was not saved: {error}")
         self._crashed = False
         self._gone.clear()
-        # The next life may resume from an older step: its steps are new though their numbers are not.
+        # The next life may resume from an older step: then its states are new, though their steps are not.
         self._newest_asked.clear()
 
     def _rescue(self) -> None:
@@ -374,7 +399,7 @@ class Saver:
                 slot.local_rank,
                 self._mappings,
                 each,
-                needless=self._flushes.setdefault(request.folder, threading.Event()),
+                needless=self._needless.setdefault(request.folder, threading.Event()),
             )
             self._begin(save, partial(self._report, save))
 
@@ -384,8 +409,9 @@ class Saver:
         return self._in_flight.setdefault(local_rank, InFlight())
 
     def _begin(self, save: Save, tell: Tell) -> None:
+        """Begin a save in its own thread. `tell` gets its answers, in this thread."""
         flights = self._flights(save.local_rank)
-        # On several nodes a rescue may wait in vain for the others before it writes anything.
+        # A rescue of several nodes does not count as writing: it may wait in vain for the others before it writes.
         writing = save.pending_flush is None or save.pending_flush.alone is not None
         flights.saves += 1
         flights.writing += writing
@@ -394,7 +420,7 @@ class Saver:
         self._newest_asked[asked] = max(before, save.request.step)
         began_s = time.monotonic()
 
-        def told(answer: Packet) -> None:
+        def handle(answer: Packet) -> None:
             nonlocal writing
             flights.writing -= writing
             writing = False
@@ -406,23 +432,24 @@ class Saver:
                 took_s = time.monotonic() - began_s
                 path = os.path.abspath(answer["path"])
                 note = save.request.note
-                stall = {STALL: note[STALL]} if STALL in note else {}  # a rescue has none
+                stall = {STALL: note[STALL]} if STALL in note else {}  # training waited for no rescue
                 numbers = _numbers_of(save.request.metadata)
                 about = {"path": path, "step": save.request.step, "took_s": round(took_s, 3), **stall, **numbers}
                 self._tell_agent({"is": "saved", **about})
             flights.changed()
             tell(answer)
 
-        self._in_thread(partial(carry_out, save, self._read_backs), tell=told)
+        self._in_thread(partial(carry_out, save, self._read_backs), tell=handle)
 
     def _is_busy(self) -> bool:
-        """For any thread: whether a state is being staged or written, which has priority."""
+        """Whether a state is being staged or written: that has priority. Any thread may call it."""
         if any(each.writing for each in list(self._in_flight.values())):
             return True
         return slots.is_any_staged(self._folder, {worker.local_rank for worker in list(self._workers)})
 
     def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
-        """Run the work in its own thread, since the disk may block it for ever. `tell` is called in the main thread."""
+        """Run the work in its own thread, since the disk may block it for ever. What it reports is passed to `tell`, in
+        this thread."""
 
         def in_main(answer: Packet) -> None:
             self._done.put(partial(tell, answer))
@@ -430,7 +457,8 @@ class Saver:
 
         threading.Thread(target=work, args=(in_main,), daemon=True).start()
 
-    def _settle(self) -> None:
+    def _make_calls(self) -> None:
+        """Make the calls that other threads have left for this one."""
         self._woken.recv(4096)
         while True:
             try:
@@ -440,11 +468,11 @@ class Saver:
             call()
 
     def _report(self, save: Save, answer: Packet) -> None:
-        """Report a failure to which no living worker is waiting."""
+        """Report a failure for which no living worker is waiting to the agent, and to the next worker."""
         if answer["is"] == "failed" and not answer["made_good"]:
-            said = _of_rank(save, answer["text"])
-            self._news_to_agent(said)
-            self._keep_news(save.local_rank, said)
+            text = _of_rank(save, answer["text"])
+            self._news_to_agent(text)
+            self._keep_news(save.local_rank, text)
 
     def _keep_news(self, local_rank: int, *texts: str) -> None:
         """Keep the texts for the next worker of this rank, which may be connected already."""
@@ -472,7 +500,8 @@ def _of_rank(save: Save, text: str) -> str:
 
 
 def _numbers_of(metadata: Mapping[str, Any]) -> Packet:
-    """The metrics of a save as part of a message; empty: there are none. A number that JSON cannot hold is left out."""
+    """The metrics of a save as part of a message; empty: there are none. A number that is not finite is left out: JSON
+    has none of these."""
     metrics = metadata.get("metrics")
     every = list(metrics.items() if isinstance(metrics, Mapping) else ())
     known = [(name[:METRIC_CHARACTERS_MAX], value) for name, value in every if isinstance(value, (int, float))]
@@ -481,7 +510,7 @@ def _numbers_of(metadata: Mapping[str, Any]) -> Packet:
 
 
 def _send(worker: SaverConnection, packet: Packet) -> None:
-    """Send to a worker. Errors are ignored: it is gone, or does not read."""
+    """Send a packet to a worker. Errors are ignored: it is gone, or does not read."""
     with contextlib.suppress(OSError):
         seqpacket.send(worker.sock, packet)
 

@@ -1,4 +1,4 @@
-"""The worker's side of saving: stages a rank's image in memory, and has it written to the disk.
+"""The worker's side of saving: it stages a rank's image in memory, and has it written to the disk.
 
     tier = open_tier(rank=…, world=…)                    # in_process.py
     memory = tier.stage(step, size_bytes, wait=False)    # None: both slots are still being written
@@ -7,8 +7,8 @@
     tier.persist(request)                                # returns at once
     tier.check()                                         # in every step: raises errors of earlier saves
 
-`SaverClient`: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save.
-Where /dev/shm has no room: in_process.py.
+There are two tiers. `SaverClient` stages into a slot in /dev/shm, which the saver writes: the copy outlives this
+process, and so does a save. Where /dev/shm has no room, in_process.py stages into memory of this process.
 
 Both keep a staged image unchanged while it is written, and neither waits unless asked. Use them in one thread, except
 `reserving` and `read_back`. A forked child must not use them. Standard library only."""
@@ -44,29 +44,38 @@ from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.slots import COUNT, COUNT_MAX, Slot, SlotOwner, Slots, lend
 
-RECONNECT_S = 5.0  # between two attempts to start a saver while nothing is to be saved
-SLOWEST_BYTES_S = 20e6  # a disk that reads more slowly is treated as broken
+RECONNECT_S = 5.0
+"""Time between two attempts to start a saver while nothing is to be saved."""
+SLOWEST_BYTES_S = 20e6
+"""A disk that reads more slowly than this counts as broken (bytes per second)."""
 
 
 class Tier(Protocol):
-    """See the module's docstring. Every method may raise SnapshotError."""
+    """The memory in which states are staged; the module's docstring shows the order of the calls. Every method may
+    raise SnapshotError."""
 
     in_memory: bool
-    place: str  # where the next worker on this node finds our slots; agents that share a /dev/shm have one each
-    states: int  # it has room for so many
+    """Whether states outlive this process."""
+    place: str
+    """The folder in which the next worker on this node finds our slots; agents that share a /dev/shm have one each.
+    Empty: no state outlives this process."""
+    states: int
+    """The number of states for which it has room."""
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
-        """This worker goes on as this rank of another generation: what is staged from now on belongs to that."""
+        """Go on as this rank of another generation: states that are staged from now on belong to it."""
 
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
-        """Take memory piece by piece, so that no `stage` has to; for any threads in turn. Yields how many states have
-        room; the one that is staged next is the first. For another size, close it and call this again."""
+        """Take memory piece by piece, so that no `stage` has to; any threads may do it in turn. Yields the number of
+        states that have room; the first of them is the one that is staged next. For another size, close the generator
+        and call this again."""
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
-        """Memory for an image; None when all is being written and `wait` is false."""
+        """Memory for an image; None: all of it is being written, and `wait` is false."""
 
     def commit(self, request: SaveRequest) -> None:
-        """The staged image is complete. If this process dies before it is on the disk, it is written as requested."""
+        """Declare the staged image complete. If this process dies before the image is on the disk, it is written as
+        requested."""
 
     def persist(self, request: SaveRequest) -> None:
         """Write the image that was committed last. Returns at once."""
@@ -79,34 +88,38 @@ class Tier(Protocol):
         """Raise errors of the background work."""
 
     def wait(self) -> None:
-        """Wait until every handed-over save is on the disk; raises its errors."""
+        """Wait until every save that was handed over is on the disk. Raises its errors."""
 
     def await_previous_worker(self) -> None:
-        """Wait until this node writes nothing more of a previous worker; saves that wait for other ranks may continue
-        to wait."""
+        """Wait until this node writes nothing of a previous worker any more. Saves of it that wait for other ranks may
+        go on waiting."""
 
     def held(self, folder: str) -> list[Slot]:
-        """The slots of all local ranks that hold this snapshot folder's states, each with its request; with `copies`
-        those of other nodes' ranks after them."""
+        """The slots of all local ranks with states of this snapshot folder, each with its request; with `copies` those
+        of other nodes' ranks after them."""
 
     def forget(self, above_step: int) -> None:
-        """Drop states of later steps: training continues from an earlier one."""
+        """Drop the states of later steps that were in memory when this life began: training continues from an earlier
+        one."""
 
     def drop(self, above_step: int) -> None:
-        """States of later steps are wrong: nobody may write them, or go on from them."""
+        """Drop all states of later steps, since they are wrong: they must not be written or resumed from."""
 
     def read_back(self, snapshot: Snapshot) -> None:
-        """Read a committed snapshot and check every byte. SnapshotError. For any thread."""
+        """Read a committed snapshot and check every byte. Any thread may call it."""
 
     def close(self, *, ahead: bool) -> None:
-        """Release everything. `ahead`: memory is newer than the disk, and the saver shall write the newest state
-        without us."""
+        """Release everything. `ahead`: memory is newer than the disk, and the saver shall write the newest state after
+        the end of this process."""
 
 
 @dataclass
 class _Asked:
+    """A save that was handed over to the saver."""
+
     step: int
     written: bool = False
+    """Whether this rank's file is durable: its slot is free then."""
 
 
 class SaverClient:
@@ -131,20 +144,24 @@ class SaverClient:
         owner = SlotOwner(address.local_rank, rank, world, address.generation)
         self.states = COUNT_MAX if copies else COUNT
         self.port = 0
-        """Where the saver exchanges copies; 0: nowhere."""
+        """The port at which the saver exchanges copies; 0: it does not."""
         self.copy_error = ""
-        """Why one of the last did not arrive, or why the saver cannot exchange copies."""
+        """The reason why one of the last copies did not arrive, or why the saver exchanges none; empty: there is
+        none."""
         self._serve: saver_connection.Packet | None = None
+        """The last "serve", for a saver that is started later."""
         self._copying: set[int] = set()
         """Ids of copies on their way to another node."""
         self._kept: tuple[State | None, ...] = ()
-        """The state that all ranks have sent, and the one that is or was sent last."""
+        """The states that must not be staged into: the one that all ranks have sent, and the one that is or was sent
+        last."""
         self._copies = copies
         self._committed: Slot | None = None
+        """The slot that was committed last."""
         self._newest_step = -1
-        """The newest step that was held when this life began."""
+        """The newest step that was in memory when this life began; -1: none."""
         self._reserving = threading.Lock()
-        """Held by a thread that takes a piece of memory, and during `close`."""
+        """Held by the thread that takes a piece of memory, and during `close`."""
         self._closing = threading.Event()
         self._making_huge: threading.Thread | None = None
         self._sock: socket.socket | None = None
@@ -155,10 +172,13 @@ class SaverClient:
         self._last_id = 0
         self._failures: list[SnapshotError] = []
         self._lost_at_s: float | None = None
+        """The time at which the saver was lost, or its restart was tried last (monotonic s)."""
         self._news: list[str] = []
         """Results of a previous worker's saves."""
         self.prefetched: saver_connection.Packet = {}
-        """What was fetched for this rank before; see copy_service.py."""
+        """A description of the state that was fetched for this rank before it started (copy_service.py); empty: none
+        was."""
+
         self._connect()
         if (address.folder / memory_folder.PREFETCH).exists():
             with contextlib.suppress(SnapshotError):  # it is fetched later then
@@ -185,7 +205,9 @@ class SaverClient:
 
     def stage(self, step: int, size_bytes: int, *, wait: bool = False) -> memoryview | None:
         memory = self.slots.stage(step, size_bytes)
-        if memory is None and wait and self._kept and not self.copying:  # the saver still has one of a previous worker
+        # The saver may still write a slot of a previous worker. Then the third slot is needed: only the state that all
+        # ranks have sent stays.
+        if memory is None and wait and self._kept and not self.copying:
             self.slots.hold(self._kept[0])
             self._kept, self.copy_error = (), "its memory slot was needed for a newer state"
             memory = self.slots.stage(step, size_bytes)
@@ -198,11 +220,11 @@ class SaverClient:
         return memory
 
     def commit(self, request: SaveRequest | None) -> None:
-        """See Tier. None: it is not written if this process dies."""
+        """Declare the staged image complete. `request`: None: it is not written if this process dies."""
         self._committed = self.slots.commit(request)
         if self._making_huge is None and self.slots.has_room:
-            # By a thread of ordinary priority, which a low-priority thread could not start: a thread that touches a
-            # page waits for it.
+            # The thread needs ordinary priority: others that touch a page wait for it. So this thread starts it, and
+            # not the one that reserves, from which it would inherit a low priority.
             work, given = self.slots.make_huge, (self._closing,)
             self._making_huge = threading.Thread(target=work, args=given, name="holdfast-huge", daemon=True)
             self._making_huge.start()
@@ -218,7 +240,7 @@ class SaverClient:
             self.slots.forget(above_step=above_step)
             if self._copies:
                 self._ask({"do": "forget", "above_step": above_step}, "forgotten")
-                self._wait_for("forgotten")  # before a copy of such a step comes
+                self._wait_for("forgotten")  # a copy of such a step that comes later is new, and must stay
 
     def drop(self, above_step: int) -> None:
         self._newest_step = above_step + 1
@@ -226,19 +248,20 @@ class SaverClient:
 
     # --- copies on other nodes ----------------------------------------------------------------------------------------
 
-    def serve(self, word: str, host: str, bytes_s: float, folder: str, place: tuple[int, int]) -> None:
-        """Have the saver exchange copies with others of this life (`key_of_life`), at this address; see `await_served`.
-        A rescue of states in this folder, which waits for others, ends: this life has memory. `place`: rank, world."""
+    def serve(self, word: str, host: str, bytes_s: float, folder: str, rank_of_world: tuple[int, int]) -> None:
+        """Let the saver exchange copies with others of this life (`key_of_life`) at this address; see `await_served`.
+        A rescue of this folder's states that waits for other nodes ends: this life has its states in memory.
+        `rank_of_world`: rank, world."""
         about = {"word": word, "host": host, "bytes_s": float(bytes_s), "folder": folder}
-        self._serve = {"do": "serve", **about, "rank": place[0], "world": place[1]}
+        self._serve = {"do": "serve", **about, "rank": rank_of_world[0], "world": rank_of_world[1]}
         self.await_served()
         self.port, self.copy_error = 0, ""
         with contextlib.suppress(SnapshotError):
             self._ask(self._serve, "serving")
 
     def await_served(self) -> None:
-        """Until the saver has answered the last `serve`: `port` or `copy_error` is known then."""
-        self._wait_for("serving")  # it may just have been started
+        """Wait until the saver has answered the last `serve`: `port` or `copy_error` is known then."""
+        self._wait_for("serving")  # a saver that is just being started takes a moment
         self._awaited.discard("serving")
 
     @property
@@ -247,8 +270,8 @@ class SaverClient:
         return bool(self._copying)
 
     def copy(self, to: Address, keep: State | None, slot: Slot | None = None) -> None:
-        """Send a slot of `held`, or the committed state, to the saver there, which keeps the state `keep` as well. See
-        `copying`."""
+        """Send a slot to another node's saver, which keeps the state `keep` as well. It does not wait: see `copying`,
+        `copy_error`. `slot`: one of `held`; None: the state that was committed last."""
         slot = slot or self._committed
         assert slot is not None
         assert slot.path is not None
@@ -265,7 +288,7 @@ class SaverClient:
             self._send({**packet, "request": request.to_json(), "beside": beside}, lent)
             self.copy_error = self.copy_error if self.copying else ""
             self._copying.add(self._last_id)
-            # Until all ranks are known to have sent it, and then in place of the other.
+            # Both stay in memory until all ranks are known to have sent the new one.
             self.keep(keep, request.identity)
         except (SnapshotError, ValueError) as error:
             self.copy_error = str(error)
@@ -273,15 +296,17 @@ class SaverClient:
             os.close(lent)
 
     def keep(self, *states: State | None) -> None:
-        """Stage into none of these."""
+        """Do not stage into the slots of these states."""
         self._kept = states
         self.slots.hold(*states)
 
     def tell_agent(self, packet: saver_connection.Packet) -> None:
+        """Let the saver pass this packet on to the agent. Errors are ignored."""
         with contextlib.suppress(SnapshotError):
             self._send({"do": "tell", "packet": packet})
 
     def drop_fetched(self) -> None:
+        """Remove the states that were fetched for this resume: training has its own memory now."""
         if self._copies:
             with contextlib.suppress(OSError):
                 memory_folder.remove_folder(self._address.folder / memory_folder.FETCHED)  # mappings stay valid
@@ -298,11 +323,12 @@ class SaverClient:
         return bool(self._asked)
 
     def persist(self, request: SaveRequest, *, patience_s: float = PATIENCE_S) -> None:
-        """Have the committed slot written; after the return, the end of this process does not prevent it.
+        """Hand the committed slot over to the saver, which writes it; after the return, the end of this process does
+        not prevent that.
 
         The slot is not staged into until it is written. The request's folder is made absolute. On rank 0 the saver
-        commits when the other ranks' files exist, within `patience_s`. Never waits. Raises SnapshotWriteError when no
-        saver accepts it, ValueError when the slot was staged into since, or the request exceeds
+        commits when the other ranks' files exist, within `patience_s`. This never waits. Raises SnapshotWriteError when
+        no saver accepts it, ValueError when the slot was staged into since, or the request exceeds
         seqpacket.MESSAGE_BYTES_MAX."""
         assert self._committed is not None
         slot = self._committed
@@ -323,7 +349,7 @@ class SaverClient:
             os.close(lent)
 
     def check(self) -> None:
-        """Raise the errors since the last call, one at a time: SnapshotError. Never waits."""
+        """Raise the errors since the last call, one at a time: SnapshotError. This never waits."""
         self._receive()
         if self._sock is None and self._lost_at_s is not None and time.monotonic() > self._lost_at_s + RECONNECT_S:
             self._lost_at_s = time.monotonic()
@@ -345,7 +371,7 @@ class SaverClient:
         self.check()
 
     def wait_for_slot(self, patience_s: float) -> bool:
-        """After `Slots.stage` gave none: wait until the saver has released a slot. False: it has not."""
+        """Wait until the saver has released a slot, after `Slots.stage` had none. Returns whether it has."""
         self._receive()
         before = len(self.writing)
         if not before:
@@ -353,7 +379,8 @@ class SaverClient:
         return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
     def _previous_worker_written(self, patience_s: float) -> bool:
-        """A save that is written and waits for other ranks may continue to wait: they may never come."""
+        """Wait until nothing of a previous worker is being written. Returns whether that is so. A save that is written
+        and waits for other ranks is not waited for: they may never come."""
         self._receive()
         if self._sock is not None and "idle" not in self._awaited:
             with contextlib.suppress(SnapshotError):
@@ -361,8 +388,8 @@ class SaverClient:
         return self._wait_for("idle", patience_s)
 
     def read_back(self, snapshot: Snapshot) -> None:
-        """By the saver: hashing threads in this process would delay training by the interpreter's lock and its memory
-        map."""
+        """Let the saver read it: hashing threads in this process would delay training, by the interpreter's lock and
+        by the lock of its memory map. Without a saver this thread reads it alone."""
         if isinstance(snapshot.path, RemotePath):
             return folder.confirm(snapshot)
         patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
@@ -373,9 +400,9 @@ class SaverClient:
         return None
 
     def close(self, *, ahead: bool = False) -> None:
-        """Release slots, saver and folder: saves in flight are finished, and nothing is rescued. Waits for no save.
+        """Release slots, saver and folder. Saves in flight are finished, and nothing is rescued. It waits for no save.
 
-        `ahead`: without "bye", so that the saver writes the newest step in memory, as after a crash."""
+        `ahead`: no "bye" is sent, so that the saver writes the newest step in memory, as after a crash."""
         self._closing.set()
         if self._sock is not None and not ahead:
             with contextlib.suppress(OSError):
@@ -394,7 +421,7 @@ class SaverClient:
         return self._last_id
 
     def _send(self, packet: saver_connection.Packet, *fds: int) -> None:
-        """Send to a living saver: a dead one is replaced once."""
+        """Send a packet with descriptors. A saver that is dead is replaced once. Raises SnapshotError."""
         for last in (False, True):
             if self._sock is None:
                 self._connect()
@@ -411,13 +438,14 @@ class SaverClient:
                 return
 
     def _ask(self, packet: saver_connection.Packet, answer: str) -> None:
-        """Send a request; see `_wait_for`."""
+        """Send a request that has an answer of this kind; see `_wait_for`."""
         self._awaited.add(answer)
         self._send(packet)
-        self._awaited.add(answer)  # again: a saver that was lost meanwhile was replaced, and got the request as well
+        # Again: if the saver was lost meanwhile, `_lost` has cleared it, and the new saver got the request.
+        self._awaited.add(answer)
 
     def _wait_for(self, answer: str, patience_s: float = PATIENCE_S) -> bool:
-        """Wait for the answer to what was asked last. False: the saver is gone, or it took too long."""
+        """Wait for the answer to the last request of this kind. Returns False if the saver is gone or took too long."""
         return answer not in self._awaited or self._receive_until(lambda: answer not in self._awaited, patience_s)
 
     def _receive(self) -> None:
@@ -433,6 +461,7 @@ class SaverClient:
             self._take(got[0])
 
     def _receive_until(self, enough: Callable[[], bool], patience_s: float) -> bool:
+        """Handle packets until this is true. Returns False if the saver is gone, or took too long."""
         deadline = time.monotonic() + patience_s
         while True:
             self._receive()
@@ -444,6 +473,7 @@ class SaverClient:
             seqpacket.is_readable(self._sock, left_s)
 
     def _take(self, packet: saver_connection.Packet) -> None:
+        """Handle one packet of the saver; saver_connection.py lists them."""
         self._awaited.discard(str(packet.get("is")))
         match packet.get("is"), packet.get("id", 0):
             case "prefetched", _:
@@ -466,9 +496,9 @@ class SaverClient:
                 self._news.append(str(packet.get("text")))
 
     def _lost(self) -> None:
-        """The saver has died, and its saves with it."""
+        """Handle the death of the saver: its saves and copies have failed."""
         self._drop()
-        self._awaited.discard("idle")  # what it wrote for a previous worker has ended with it
+        self._awaited.discard("idle")  # the saves of a previous worker have ended with the saver
         if self.copying:
             self.copy_error = "the process that sent it was killed"
             self._copying.clear()
@@ -485,6 +515,7 @@ class SaverClient:
             self._sock = None
 
     def _connect(self) -> None:
+        """Connect to the saver; where no agent starts it, start it. Raises SnapshotMemoryError."""
         try:
             self._sock = saver_connection.connect(self._address.folder)
         except OSError as error:
@@ -501,7 +532,7 @@ class SaverClient:
         hello["generation"] = self._address.generation
         if self._remote:
             hello |= {"packages": sys.path, "environ": dict(os.environ)}
-        with contextlib.suppress(OSError):  # then the next packet fails as well, and reports it
+        with contextlib.suppress(OSError):  # if this fails, the next packet fails as well, and that is reported
             seqpacket.send(sock, hello)
             if self._serve is not None and not self.port:
                 seqpacket.send(sock, self._serve)

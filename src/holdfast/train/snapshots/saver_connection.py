@@ -1,4 +1,5 @@
-"""A worker's side of the saver: where it is, how it is reached and started, and the messages on its socket.
+"""The connection of a worker to the saver: the saver's address, how it is reached and started, and the messages on its
+socket.
 
 Under holdfast the saver is the agent's child and is started when a worker connects, or for a prefetch. Elsewhere the
 first worker of the node starts it, as a separate process that ends after torchrun, or after this process where there is
@@ -11,8 +12,10 @@ Messages on that socket are those of seqpacket.py:
                                                                       with "packages" and "environ", see remote.py
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
                                                                       carries a shared lock on it; perhaps "stage"
-                     {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
-                     {"do": "prefetched"}                             wait for what the agent ordered (copy_service.py)
+                     {"do": "wait", "id"}                             ask for "idle" as soon as no save of this local
+                                                                      rank is being written
+                     {"do": "prefetched"}                             ask for what the agent had fetched
+                                                                      (copy_service.py); the answer may take time
                      {"do": "serve", "word", "host", "bytes_s", "folder", "rank", "world"}
                                                                       exchange copies with others (copy_service.py);
                                                                       no rescue in this folder waits for them any more
@@ -20,7 +23,7 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "tell", "packet"}                         a packet for the agent: "copy", "fetched"
                      {"do": "forget", "above_step"}                   drop copies of later steps
                      {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
-                     {"do": "bye"}                                    a regular end: nothing is rescued
+                     {"do": "bye"}                                    this worker ends regularly: nothing is rescued
     saver → worker   {"is": "prefetched", "fetched"}
                      {"is": "written", "id"}                          this rank's file is durable, its slot is free
                      {"is": "saved", "id", "path"}                    the save is done; on rank 0 it is committed
@@ -31,7 +34,8 @@ Messages on that socket are those of seqpacket.py:
                      {"is": "idle", "id"}
                      {"is": "read back", "code", "text"}              no code: every byte is what was saved
                      {"is": "news", "text"}                           the result of a previous worker's save
-Those with the agent are in protocol/train_contract.py. Standard library only.
+
+The messages between saver and agent are in protocol/train_contract.py. Standard library only.
 """
 
 from __future__ import annotations
@@ -54,34 +58,38 @@ from holdfast.protocol.errors import SaverLostError, SnapshotError, SnapshotMemo
 from holdfast.protocol.train_contract import SAVER_VARIABLE, saver_argv
 
 STALL = "stall_s"
-"""In a request's note: seconds for which training waited for this save."""
+"""Name in a request's note: the seconds for which training waited for this save."""
 START_LIMIT_S = 10.0
 """Limit for the start of a detached saver, also by another worker of this node."""
-LOOK_AGAIN_S = 0.01
+POLL_S = 0.01
+"""Pause between two tries to lock the start of a saver (s)."""
 Packet = dict[str, Any]
 Tell = Callable[[Packet], None]
-"""Takes what a thread has to tell."""
+"""Takes a packet: a thread's report to the thread that started it."""
 
 
 @dataclass(frozen=True)
 class SaverAddress:
-    """The place of one worker's slots and saver."""
+    """The address of one worker's slots and saver."""
 
     folder: Path
+    """The shared-memory folder."""
     local_rank: int
     generation: int
     anchor: int
-    """The process after whose end the saver ends; 0: an agent controls the saver."""
+    """Pid of the process after whose end the saver ends; 0: an agent controls the saver."""
     held: MemoryFolder | None = None
-    """Keeps the folder from being cleaned away while this process lives; None: the agent does."""
+    """The lock that keeps the folder from being removed while this process lives; None: the agent has it."""
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> SaverAddress:
-        """Read it from the environment. Raises SnapshotMemoryError when there is no memory for a folder."""
+        """The address in the environment; without an agent the folder is made. Raises SnapshotMemoryError when that is
+        not possible."""
         address = environ.get(SAVER_VARIABLE, "")
         if address:
             folder, generation, local_rank = address.rsplit("@", 2)
             return cls(Path(folder), int(local_rank), int(generation), 0)
+
         # torchrun's workers find the same folder after a restart, because torchrun itself has not changed.
         launched = "TORCHELASTIC_RUN_ID" in environ
         anchor = os.getppid() if launched else os.getpid()
@@ -101,19 +109,22 @@ class SaverAddress:
             self.held.close()
 
 
-# --- who stages -------------------------------------------------------------------------------------------------------
+# --- the right to stage -----------------------------------------------------------------------------------------------
 
 
 def open_for_writing(path: Path) -> int:
+    """Open or make a file in shared memory, for this user alone. Returns the descriptor. OSError."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 _claimed: set[Path] = set()
-"""Claims of this process: POSIX locks do not distinguish its own claims, and closing one would drop all."""
+"""Files that this process has claimed. POSIX locks do not distinguish two claims of one process, and closing one of its
+descriptors would drop both."""
 
 
 def claim(folder: Path, local_rank: int) -> int:
-    """Claim this local rank until the descriptor is released. Raises OSError, SnapshotMemoryError."""
+    """Claim this local rank's slots for this process. Returns the descriptor for `unclaim`. Raises OSError,
+    SnapshotMemoryError."""
     path = folder / f"{local_rank}.owner"
     if path in _claimed:
         raise SnapshotMemoryError(f"other snapshots of this process have the memory slots of local rank {local_rank}.")
@@ -128,6 +139,7 @@ def claim(folder: Path, local_rank: int) -> int:
 
 
 def unclaim(folder: Path, local_rank: int, fd: int) -> None:
+    """Give up the claim; `fd`: what `claim` returned."""
     os.close(fd)
     _claimed.discard(folder / f"{local_rank}.owner")
 
@@ -136,7 +148,7 @@ def unclaim(folder: Path, local_rank: int, fd: int) -> None:
 
 
 def connect(folder: Path) -> socket.socket:
-    """Connect to the saver of this folder. Raises OSError; never waits, because a full backlog is an error."""
+    """Connect to the saver of this folder. It never waits: a full backlog is an error. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.setblocking(False)
@@ -147,20 +159,22 @@ def connect(folder: Path) -> socket.socket:
     return sock
 
 
-def start_saver(place: SaverAddress) -> socket.socket:
-    """Start a saver that outlives this process, unless another worker of this node just has. Raises OSError."""
-    path = place.folder / SOCKET
-    starting = open_for_writing(place.folder / "starting")
+def start_saver(address: SaverAddress) -> socket.socket:
+    """Start a saver that outlives this process, unless another worker of this node just did. Returns a connection to
+    it. Raises OSError, SubprocessError."""
+    path = address.folder / SOCKET
+    starting = open_for_writing(address.folder / "starting")
     try:
         _lock_within(starting, START_LIMIT_S)
-        with contextlib.suppress(OSError):
-            return connect(place.folder)
+        with contextlib.suppress(OSError):  # another worker has started it
+            return connect(address.folder)
+
         path.unlink(missing_ok=True)
         with listen(path) as listening:
-            # The connection waits in the socket until the saver listens; a saver without workers might end at once.
-            sock = connect(place.folder)
-            passed = [listening.fileno(), *([place.held.fd] if place.held is not None else [])]
-            argv = saver_argv(place.folder, listening=listening.fileno(), anchor=place.anchor)
+            # Connected before the saver starts: one that finds no worker might end at once.
+            sock = connect(address.folder)
+            passed = [listening.fileno(), *([address.held.fd] if address.held is not None else [])]
+            argv = saver_argv(address.folder, listening=listening.fileno(), anchor=address.anchor)
             try:
                 _run_apart(argv, passed)
             except BaseException:
@@ -173,7 +187,7 @@ def start_saver(place: SaverAddress) -> socket.socket:
 
 def _run_apart(argv: list[str], passed: list[int]) -> None:
     """Run a program in its own session, detached from this process. Raises OSError, SubprocessError."""
-    import subprocess  # lazily: the saver and the agent import this module as well, and do not need it
+    import subprocess  # imported here: the saver and the agent import this module as well, and do not need it
 
     null = subprocess.DEVNULL
     subprocess.run(
@@ -198,7 +212,7 @@ def _lock_within(fd: int, limit_s: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise TimeoutError(110, "another worker has been starting it for too long") from None
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(POLL_S)
         else:
             return
 
@@ -213,7 +227,7 @@ def _start_time(pid: int) -> str:
 
 
 def field_of(packet: Packet, name: str, kind: type[Any]) -> Any:
-    """A field of this type. Raises ValueError."""
+    """The packet's field of this name, which must have exactly this type. Raises ValueError."""
     value = packet.get(name)
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}, {kind.__name__} expected"[:200])
@@ -221,16 +235,18 @@ def field_of(packet: Packet, name: str, kind: type[Any]) -> Any:
 
 
 def key_of_life(folder: Path, word: str) -> bytes:
-    """The key of one life of the job. `word`: rank 0's; the agent has left what it derived from the job token in this
-    shared-memory folder. OSError."""
-    held = b"no token"
+    """The key of one life of the job, by which savers prove to each other that they belong to it. OSError.
+
+    `folder`: the shared-memory folder, in which the agent has left what it derived from the job token, if there is one.
+    `word`: the random word that rank 0 has drawn for this life."""
+    from_token = b"no token"
     with contextlib.suppress(FileNotFoundError):
-        held = (folder / KEY).read_bytes()
-    return hmac.digest(held, b"holdfast copies " + word.encode(), "sha256")
+        from_token = (folder / KEY).read_bytes()
+    return hmac.digest(from_token, b"holdfast copies " + word.encode(), "sha256")
 
 
 def read_back(folder: Path, path: Path, patience_s: float) -> None:
-    """Have the saver read a committed snapshot and check every byte. For any thread; waits.
+    """Let the saver read a committed snapshot and check every byte, and wait for that. Any thread may call it.
 
     Raises the SnapshotError of `folder.verify`, or one when it takes too long; SaverLostError: no saver is available.
     """
@@ -245,6 +261,6 @@ def read_back(folder: Path, path: Path, patience_s: float) -> None:
     if got is None:
         raise SaverLostError("the saver has ended meanwhile")
     if got[0].get("code") != "":
-        from holdfast.train.snapshots.disk import error_of  # here: the agent, which starts at once, does not need it
+        from holdfast.train.snapshots.disk import error_of  # imported here: the agent does not need it at its start
 
         raise error_of(str(got[0].get("code")), str(got[0].get("text")))

@@ -1,28 +1,29 @@
 """Slots per local rank in /dev/shm: the newest states of a worker, which outlive it and cost one memory copy.
 
-    slots = Slots(place)
+    slots = Slots(folder, owner)
     for _ in slots.reserving(size_bytes): ...      # once: memory is taken and mapped, or SnapshotMemoryError
     memory = slots.stage(step, size_bytes)         # None: the saver still writes both slots out
     ...copy into memory...
     slot = slots.commit()                          # from here on a restarted worker finds it
 
 A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapshot file (layout.py). Its memory is taken
-at once, so a full /dev/shm is an error then and never a SIGBUS later, mapped with its pages present, and used again.
+at once, so that a full /dev/shm is an error at that moment and never a SIGBUS later. It is mapped with its pages
+present, and used again.
 
 **A slot is valid** if its commit word is set. The word is zeroed before the first byte of a slot changes, and set to
-the slot's sequence number after the last one. So the death of a process cannot make a torn slot look whole. The commit
-word does not detect writes after `commit()`: a copy from a GPU that was not waited for, or a stray write. Against those
-the header carries a CRC of itself and one of a sample: SAMPLES places at equal distances and the body's last bytes.
-Damage to a hundredth of the body is always found, smaller damage by the digests of the snapshot on disk. A checksum of
-all bytes would make a save several times as slow.
+the slot's sequence number after the last one. So the death of a process cannot make a torn slot look complete. The
+commit word does not detect writes after `commit()`: a copy from a GPU that was not waited for, or a stray write. For
+those the header has a CRC of itself and one of a sample: SAMPLES positions at equal distances, and the body's last
+bytes. Damage to a hundredth of the body is always found, smaller damage by the digests of the snapshot on disk. A
+checksum of all bytes would make a save several times as slow.
 
 **Locks.** A process that stages a slot holds an exclusive lock (flock) on its file, one that writes it out a shared
 lock. The lock travels with a descriptor through the saver's socket, so there is no gap during the handover, and the
 kernel drops it when its holder dies. `stage` takes the older slot, unless it is being written out. So the newest
 committed slot is overwritten only while the other one, also committed, is being saved. When both are being saved there
 is none: the caller skips, or waits for the saver. A third slot, with copies on other nodes, keeps the state that all
-of them have (`hold`). A second process with the same local rank (a launcher inside a worker
-passes its environment on) is refused by a lock that belongs to one process.
+of them have (`hold`). A second process with the same local rank (a launcher inside a worker passes its environment on)
+is refused by a lock that belongs to one process.
 
 Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
 """
@@ -59,12 +60,16 @@ from holdfast.train.snapshots.mapping import GrowingFile, Mappings
 from holdfast.train.snapshots.saver_connection import claim, open_for_writing, unclaim
 
 HEADER_BYTES = 64 * 1024
-NOTE_BYTES_MAX = HEADER_BYTES - 4096  # bytes of a slot's header for JSON, which holds the request to save it
-COUNT, COUNT_MAX = 2, SLOT_COUNT_MAX  # slots per local rank
+NOTE_BYTES_MAX = HEADER_BYTES - 4096
+"""Room in a slot's header for JSON, which contains the request to save it."""
+COUNT, COUNT_MAX = 2, SLOT_COUNT_MAX
+"""The number of slots per local rank: without copies on other nodes, and with them."""
 SAMPLES = 128
 SAMPLE_BYTES = 1024
-HUGE_PAUSE = 3.0  # pause until the next huge page is made, in multiples of the time for one
-STAGING_S = 0.02  # the typical time of a copy
+HUGE_PAUSE = 3.0
+"""Pause until the next huge page is made, in multiples of the time that the last one took."""
+STAGING_S = 0.02
+"""The typical time of a copy."""
 
 # The header's first words, of 8 bytes in the machine's own order; the JSON follows.
 _MAGIC, _COMMIT, _SEQUENCE = SLOT_MAGIC_WORD, SLOT_COMMIT_WORD, 2
@@ -77,19 +82,24 @@ class Slot(NamedTuple):
     """A committed slot."""
 
     step: int
-    data: memoryview  # the bytes of the rank's snapshot file; good until the slot is staged into again
-    sequence: int  # order of staging: the newest has the highest number, whatever its step
+    data: memoryview
+    """The bytes of the rank's snapshot file; valid until the slot is staged into again."""
+    sequence: int
+    """The number in the order of commits: the newest has the highest, whatever its step."""
     generation: int
     rank: int
     world: int
     local_rank: int
-    request: SaveRequest | None  # how the saver writes it if the worker dies before its own request; None: not at all
-    path: Path | None = None  # the slot's file, where it was committed here or read by its name
-    unix_s: float = 0.0  # when it was committed
+    request: SaveRequest | None
+    """The request by which the saver writes it if the worker dies before its own request; None: it is not written."""
+    path: Path | None = None
+    """The slot's file, if it was committed here or read by its name."""
+    unix_s: float = 0.0
+    """The time of its commit (epoch s)."""
 
     @property
     def number(self) -> int:
-        """0, 1 or 2."""
+        """The number of the slot among those of its local rank: 0, 1 or 2."""
         assert self.path is not None
         return int(self.path.suffix[1:])
 
@@ -107,32 +117,40 @@ class Slots:
     """The slots of one local rank. Use it in one thread; a forked child must not use it."""
 
     def __init__(self, folder: Path, owner: SlotOwner, count: int = COUNT) -> None:
-        """`folder`: the shared-memory folder. Nothing is made before the first `reserving` or `stage`."""
+        """`folder`: the shared-memory folder. No file is made before the first `reserving`, `stage` or `writing`."""
         self._folder = folder
         self.owner = owner
         self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(count)]
         self._sequence = max(file.sequence for file in self._files)
+        """The highest sequence number so far."""
         self._staging: _Staging | None = None
-        self._claim = -1  # holds this process's lock, once it has staged
-        self._unfinished: dict[int, tuple[int, int]] = {}  # files that grow: size and sequence number before
-        self._held: list[int] = []  # descriptors that protect slots
+        self._claim = -1
+        """Descriptor of this process's claim (`claim`); -1: it has not staged yet."""
+        self._unfinished: dict[int, tuple[int, int]] = {}
+        """Files that `reserving` makes larger: by index, size and sequence number before."""
+        self._held: list[int] = []
+        """Descriptors that protect slots against staging (`hold`)."""
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
-        """This worker goes on as this rank of another generation."""
+        """Go on as this rank of another generation: it is written into the headers from now on."""
         self.owner = self.owner._replace(rank=rank, world=world, generation=generation)
 
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         """Take and map memory for all slots, of this size, so that no `stage` has to; piece by piece, by any threads in
-        turn. Yields how many slots have room; the one that is staged next is the first. SnapshotMemoryError when there
-        is too little memory; `close` gives back what nobody has staged into. Called again, it uses what was taken."""
+        turn. Yields the number of slots that have room; the first of them is the one that is staged next.
+
+        `close` gives back memory that was not staged into. If this is called again, memory that was taken is used.
+        Raises SnapshotMemoryError when there is too little memory."""
         with self._errors(size_bytes):
             need_bytes = sum(max(0, file.missing_bytes(size_bytes)) for file in self._files)
             check_memory(need_bytes)
             if need_bytes > _free_bytes(self._folder) > 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
         for ready, index in enumerate(self._oldest_first()):
             file = self._files[index]
-            too_large = not file.sequence and file.missing_bytes(size_bytes) < 0  # foreseen so, and nobody has staged
+            # It was reserved for a larger state, and never staged into: the rest is given back.
+            too_large = not file.sequence and file.missing_bytes(size_bytes) < 0
             held = self._lock(index) if too_large or file.room_bytes < size_bytes else None
             if held is not None:
                 try:
@@ -144,13 +162,15 @@ class Slots:
                             yield ready
                 finally:
                     release(held)
-            elif file.missing_bytes(size_bytes) <= 0:  # it is held: its pages are there, and have to be mapped
+            elif file.missing_bytes(size_bytes) <= 0:
+                # The saver has locked it, which does not matter here: the file has its memory, and is only mapped.
                 for _ in file.growing(size_bytes):
                     yield ready
             yield ready + 1
         self._unfinished.clear()
 
     def _give_back(self) -> None:
+        """Give back the memory of files that `reserving` made larger, if they were not staged into."""
         for index, (before_bytes, sequence) in self._unfinished.items():
             file = self._files[index]
             unused = file.sequence == sequence and (self._staging is None or self._staging.number != index)
@@ -161,26 +181,27 @@ class Slots:
 
     @property
     def has_room(self) -> bool:
+        """Whether all slots are mapped."""
         return all(file.room_bytes for file in self._files)
 
     def _oldest_first(self) -> list[int]:
-        """A slot that was never committed is older than any."""
+        """The indices of the files, the oldest slot first; a slot that was never committed comes before all others."""
         return sorted(range(len(self._files)), key=lambda each: self._files[each].sequence)
 
     def make_huge(self, stop: threading.Event) -> None:
-        """Put the slots into huge pages gradually, in a separate thread, until `stop` is set."""
+        """Turn the slots' pages into huge ones, slowly, until `stop` is set. It runs in a thread of its own."""
         for file in self._files:
             for took_s in () if file.mapped is None else file.mapped.make_huge():
                 if stop.wait(HUGE_PAUSE * took_s):
                     return
-                while self._staging is not None:  # no save waits for this thread then
+                while self._staging is not None:  # a copy into the slots must not wait for this thread
                     if stop.wait(STAGING_S):
                         return
 
     def stage(self, step: int, size_bytes: int) -> memoryview | None:
-        """Memory for the rank's next snapshot, which is valid only after `commit`; drops a staged one that was not
-        committed. None: the saver is still writing out all slots. Raises SnapshotMemoryError when the slot has to grow
-        and cannot."""
+        """Memory for the rank's next snapshot, which is valid only after `commit`; None: the saver is still writing out
+        all slots. A snapshot that was staged and not committed is dropped. Raises SnapshotMemoryError when the slot has
+        to grow and cannot."""
         number, held = self._lock_next()
         if held is None:
             return None
@@ -189,7 +210,7 @@ class Slots:
             with self._errors(size_bytes):
                 for _ in file.growing(size_bytes):
                     pass
-        except BaseException:  # of an interruption, too (agent_channel.py): the slot would stay locked
+        except BaseException:  # also the interruption of agent_channel.py: otherwise the slot would stay locked
             release(held)
             raise
         self._invalidate(number, held)
@@ -198,9 +219,11 @@ class Slots:
 
     @contextlib.contextmanager
     def writing(self, step: int, size_bytes: int) -> Iterator[Callable[[int, memoryview], None]]:
-        """`stage`, for a caller that has the bytes elsewhere, where the slot's memory is not mapped yet: a function
-        that writes some of them at their place, for any threads. `commit` comes after the block. SnapshotMemoryError,
-        also when the saver is still writing out all slots; what the slot held is lost then."""
+        """Stage a snapshot whose bytes come from elsewhere, into a slot whose memory need not be mapped yet.
+
+        Yields a function that writes bytes at their position, which any thread may call. The caller commits after the
+        block. Raises SnapshotMemoryError, also when the saver is still writing out all slots. After an error in the
+        block the slot is empty."""
         number, held = self._lock_next()
         if held is None:
             raise SnapshotMemoryError("the memory slots are in use.")
@@ -214,7 +237,7 @@ class Slots:
         self._staging = _Staging(number, held, step, size_bytes)
 
     def _lock_next(self) -> tuple[int, int | None]:
-        """The slot that is staged next, and its lock; None: there is none."""
+        """The index of the file that is staged into next, and its lock; None: the saver has locked all of them."""
         self.abandon()
         for number in self._oldest_first():
             held = self._lock(number)
@@ -223,15 +246,16 @@ class Slots:
         return number, held
 
     def _invalidate(self, number: int, held: int) -> None:
-        """Before the first byte of it changes, or to drop it."""
+        """Clear the commit word: this is done before the first byte of a slot changes, or to drop it. `held`: a
+        descriptor of its file."""
         os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
         self._files[number].slot = None
 
     def commit(self, request: SaveRequest | None = None) -> Slot:
         """Make the staged bytes valid. All copies into the slot must be complete.
 
-        `request`: how the saver writes it if this worker dies before a newer state is on the disk; None: not at all.
-        Raises ValueError when it exceeds NOTE_BYTES_MAX.
+        `request`: how the saver writes it if this worker dies before a newer state is on the disk; None: it does not.
+        Raises ValueError when the request exceeds NOTE_BYTES_MAX.
         """
         staging = self._staging
         if staging is None:
@@ -249,13 +273,15 @@ class Slots:
         encoded = json.dumps(note).encode()
         if len(encoded) > NOTE_BYTES_MAX:
             raise ValueError(f"the request takes {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
+
         self._sequence = sequence = self._sequence + 1
         file.memory[_WORDS_BYTES : _WORDS_BYTES + len(encoded)] = encoded
         words = file.memory[:_WORDS_BYTES].cast("Q")
         words[_MAGIC] = SLOT_MAGIC
         words[_SEQUENCE] = sequence
         words[_NOTE] = len(encoded) << 32 | zlib.crc32(encoded, sequence & 0xFFFFFFFF)
-        words[_COMMIT] = sequence
+        words[_COMMIT] = sequence  # comes last: from here on the slot is valid
+
         self.abandon()  # releases the lock; the committed bytes stay
         slot = _slot_of(note, data.toreadonly(), sequence, file.path)
         file.slot = _without_data(slot)
@@ -268,17 +294,19 @@ class Slots:
             self._staging = None
 
     def mapped(self, number: int) -> Slot | None:
-        """This slot, from the mapping that this process writes through, whose pages are present. For any thread. None:
-        there is no such mapping, or it is invalid."""
+        """This slot, from the mapping through which this process writes, whose pages are present; None: there is no
+        such mapping, or the slot is invalid. Any thread may call it."""
         file = self._files[number]
         return read(file.memory, file.path) if len(file.memory) > HEADER_BYTES else None
 
     def hold(self, *states: tuple[int, int, int] | None) -> None:
-        """Keep the states of these identities (SaveRequest), and no others that were held before."""
+        """Protect the states of these identities (SaveRequest) against staging, and release those that were protected
+        before."""
         for fd in self._held:
             release(fd)
         self._held = []
-        for slot in (file.slot for file in self._files):  # a look into the files costs 2 to 5 ms, in every save
+        # What is known of the slots is enough: to read the files would cost 2 to 5 ms in every save.
+        for slot in (file.slot for file in self._files):
             if slot is not None and slot.request is not None and slot.request.identity in states:
                 with contextlib.suppress(ValueError):
                     self._held.append(lend(slot))
@@ -296,7 +324,7 @@ class Slots:
                 release(held)
 
     def discard(self) -> None:
-        """Remove the files. Who has mapped them keeps the memory."""
+        """Remove the files. A process that has mapped them keeps the memory."""
         self.abandon()
         for file in self._files:
             file.close()
@@ -315,9 +343,10 @@ class Slots:
             self._claim = -1
 
     def _lock(self, index: int) -> int | None:
-        """An exclusive lock, for as long as the descriptor is open; None when the saver has the slot.
+        """A descriptor with an exclusive lock on this file; None: the saver has locked it. Raises SnapshotMemoryError.
 
-        Each call opens a new descriptor: a forked data loader that inherits one must not hold a lock for ever.
+        Each call opens a new descriptor, which is unlocked after use: a forked data loader that inherits one must not
+        hold the lock for ever.
         """
         try:
             if self._claim < 0:
@@ -334,6 +363,7 @@ class Slots:
 
     @contextlib.contextmanager
     def _errors(self, size_bytes: int) -> Iterator[None]:
+        """Turn an OSError in the block into a SnapshotMemoryError."""
         try:
             yield
         except OSError as error:
@@ -345,8 +375,11 @@ class Slots:
 
 
 class _Staging(NamedTuple):
+    """A slot that is staged and not committed."""
+
     number: int
     lock: int
+    """The descriptor with the exclusive lock."""
     step: int
     size_bytes: int
 
@@ -357,21 +390,23 @@ class _File(GrowingFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path, HEADER_BYTES)
         slot = read_file(path)
-        self.slot = None if slot is None else _without_data(slot)  # what is committed
+        self.slot = None if slot is None else _without_data(slot)
+        """The committed slot in this file, without its bytes; None: there is none."""
 
     @property
     def sequence(self) -> int:
-        """Of its committed bytes; 0: none."""
+        """The sequence number of the committed bytes; 0: there are none."""
         return 0 if self.slot is None else self.slot.sequence
 
 
 def _without_data(slot: Slot) -> Slot:
-    """It keeps no memory in use."""
+    """The same slot without its bytes: it keeps no memory in use."""
     return slot._replace(data=memoryview(b""))
 
 
 def lend(slot: Slot) -> int:
-    """A descriptor that protects the slot against staging while it is open, here or in a process that receives it.
+    """A descriptor that protects the slot against staging while it is open, here or in a process that receives it; see
+    `release`.
 
     `slot`: as it was committed, or read by its name. Raises ValueError when it has been staged into since.
     """
@@ -397,7 +432,8 @@ def committed_sequence(fd: int) -> int:
 
 
 def release(fd: int) -> None:
-    """Unlock and close it. Closing is not enough: a mapping keeps the file open, and so does a forked child."""
+    """Unlock and close this descriptor. Closing is not enough: a mapping keeps the file open, and so does a forked
+    child."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
@@ -409,7 +445,7 @@ def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
 
 
 def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
-    """Whether one of these is staging a state now; a worker that died while staging looks the same."""
+    """Whether one of these local ranks is staging a state now; a worker that died while staging looks the same."""
     return any(commit_word(folder, rank, index) == 0 for rank in local_ranks for index in range(COUNT))
 
 
@@ -467,7 +503,8 @@ def _slot_of(note: Mapping[str, Any], data: memoryview, sequence: int, path: Pat
 
 
 def sample(data: memoryview) -> int:
-    """CRC of the last bytes and of the bytes at SAMPLES places. Each place costs a microsecond, whatever the size."""
+    """CRC of the last bytes and of the bytes at SAMPLES positions. Each position costs a microsecond, whatever the
+    size of the data."""
     crc = zlib.crc32(data[-SAMPLE_BYTES:])
     for start in range(0, len(data), max(SAMPLE_BYTES, -(-len(data) // SAMPLES))):
         crc = zlib.crc32(data[start : start + SAMPLE_BYTES], crc)
