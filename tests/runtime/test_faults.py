@@ -20,7 +20,7 @@ from holdfast.protocol.messages import FromAgent, FromCoordinator, Join, Joined,
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.coordinator_service import CoordinatorService
-from holdfast.runtime.driver import SAID_INTERVAL_S, Driver, Troubles, as_error, fault_of
+from holdfast.runtime.driver import REPORT_INTERVAL_S, Driver, Troubles, as_error, fault_of
 from tests.support.limits import limit_s, settled
 from tests.support.simulator.nodes import simple_judge
 
@@ -182,11 +182,11 @@ def test_the_same_trouble_is_said_once_in_a_while() -> None:
     clock = [100.0]
     troubles = Troubles(said.append, lambda: clock[0])
     for _ in range(10_000):
-        troubles.met({"message": "socket.accept() out of system resource", "exception": NO_FILES})
+        troubles.report({"message": "socket.accept() out of system resource", "exception": NO_FILES})
     assert len(said) == 1
     assert "Too many open files" in said[0]
-    clock[0] += SAID_INTERVAL_S
-    troubles.met({"message": "socket.accept() out of system resource", "exception": NO_FILES})
+    clock[0] += REPORT_INTERVAL_S
+    troubles.report({"message": "socket.accept() out of system resource", "exception": NO_FILES})
     assert len(said) == 2
 
 

@@ -19,10 +19,10 @@ from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.supervisor import processes
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.client import (
-    PreloadTold,
+    PreloadReported,
     ProcessEnded,
     ProcessStarted,
-    StandbyTold,
+    StandbysReported,
     SupervisorClient,
     SupervisorEvent,
     sweep,
@@ -144,9 +144,9 @@ class PreloadedScript:
     async def take(self) -> Any:
         event = await asyncio.wait_for(self.bench.events.get(), EVENT_LIMIT_S)
         match event:
-            case PreloadTold(text):
+            case PreloadReported(text):
                 self.told.append(text)
-            case StandbyTold(pids, own_bytes):
+            case StandbysReported(pids, own_bytes):
                 self.parked, self.own_bytes = pids, own_bytes
             case ProcessStarted(key, pid):
                 self.pids[key] = pid

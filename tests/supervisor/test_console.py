@@ -52,7 +52,7 @@ def test_no_thread_before_the_first_use() -> None:
 
 
 def test_a_blocked_console_blocks_nobody(pipes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console_module, "SAID_LINES_MAX", 100)
+    monkeypatch.setattr(console_module, "OWN_LINES_MAX", 100)
     _, out, _, err = pipes
     console = Console(out, err)
     console.say("x" * 200_000)
@@ -63,7 +63,7 @@ def test_a_blocked_console_blocks_nobody(pipes: tuple[int, int, int, int], monke
 
 
 def test_dropped_lines_are_counted(pipes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console_module, "SAID_LINES_MAX", 2)
+    monkeypatch.setattr(console_module, "OWN_LINES_MAX", 2)
     _, out, err_reader, err = pipes
     console = Console(out, err)
     console.say("x" * 200_000)

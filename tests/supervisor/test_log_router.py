@@ -415,7 +415,7 @@ def test_a_traceback_waits_for_its_verdict_while_the_next_attempt_is_opened(pipe
         node.router.failed(rank + 100, traceback)
     node.router.end_attempt()
     following = node.router.open(node.folder.attempt(2, 1), [WorkerSlot(0, 100)])
-    node.router.tell_elsewhere((101,))
+    node.router.hide_tracebacks((101,))
     node.router.begin_attempt()
     fd = following[0].fds.stdout
     assert fd is not None

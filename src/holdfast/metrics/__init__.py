@@ -1,4 +1,5 @@
-"""What others can observe of this agent, all off by default: torchelastic's events, Prometheus metrics, health checks.
+"""Shows this agent to others: torchelastic's events, notices, Prometheus metrics, health checks. All of it is off by
+default.
 
     with observing(options, journal, say, node=…, look=…, view=…): run the job
 
@@ -31,9 +32,9 @@ View = Callable[[], JobView | None]
 
 REQUEST_BYTES_MAX = 8192
 REQUEST_S_MAX = 5.0
-"""Limit from the connection to the last byte of the answer."""
+"""Limit from the connection to the last byte of the answer (s)."""
 CONNECTIONS_MAX = 32
-"""Connections at the same time; a further one takes the place of the oldest. Who says nothing must not keep out the
+"""Number of connections at the same time; a further one replaces the oldest. Silent clients must not keep out the
 health check that decides whether a pod lives."""
 CLOSE_S_MAX = 1.0
 
@@ -54,7 +55,7 @@ class Server:
     def __init__(self, doors: list[tuple[socket.socket, Pages]]) -> None:
         self._doors = doors
         self._connections: dict[asyncio.StreamWriter, None] = {}
-        """The oldest first."""
+        """Open connections, the oldest first."""
         self._began = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Event | None = None
@@ -146,7 +147,7 @@ def _text(status: int, text: str) -> HttpResponse:
 def observing(
     options: RunOptions, journal: Journal, say: Callable[..., None], *, node: str, look: Look, view: View
 ) -> Iterator[None]:
-    """Observe the job while it runs, and tell of its end. `look` returns the progress of this node's workers, `view`
+    """Observe the job while it runs, and report its end. `look` returns the progress of this node's workers, `view`
     the coordinator's view.
 
     Raises PortInUseError and MissingPackageError before the job starts.
@@ -176,7 +177,7 @@ def observing(
 
 
 def serve(options: RunOptions, vitals: Vitals, journal: Journal, say: Callable[..., None]) -> Server | None:
-    """Start the server. None: only a variable of torchrun requested a port, and that port is in use."""
+    """Start the server. Returns None if only a variable of torchrun requested a port, and that port is in use."""
     wanted: dict[Endpoint, Pages] = {}
     if options.metrics is not None:
         wanted[options.metrics] = metrics_pages(vitals)

@@ -34,36 +34,37 @@ class TorchEvents:
         self._write = write
         self._host = socket.gethostname()
         self._began_s = self._free_s = time.monotonic()
-        """`_free_s`: since when this node has had no workers."""
+        """`_began_s`: the agent's start. `_free_s`: the time from which this node has had no workers (monotonic s)."""
         self._world: Mapping[str, Any] = {}
         self._total_s = 0
-        """torchrun's total_run_time: 0 until the workers have ended."""
+        """Torchrun's total_run_time (s): 0 until the workers have ended."""
 
     def heard(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Handle an event of the journal."""
         match event:
             case "generation" if "local_ranks" in fields:  # torchrun knows no workers that go on
                 self._world = fields
             case "generation":
                 duration_ms = (time.monotonic() - self._free_s) * 1000
-                self._tell("RENDEZVOUS", duration_ms=duration_ms)  # with the previous world's values, as in torchrun
-                self._tell("ASSIGN_WORKER_RANKS", duration_ms=0.0)
+                self._emit("RENDEZVOUS", duration_ms=duration_ms)  # with the previous world's values, as in torchrun
+                self._emit("ASSIGN_WORKER_RANKS", duration_ms=0.0)
                 self._world = fields
             case "worker_started":
-                self._tell("START", worker=fields)
+                self._emit("START", worker=fields)
             case "worker_ended":
                 self._free_s = time.monotonic()
                 self._total_s = int(self._free_s - self._began_s)
                 if fields["exit_code"] == 0:
-                    self._tell("SUCCEEDED", worker=fields)
+                    self._emit("SUCCEEDED", worker=fields)
                 elif fields["stopped"]:
-                    self._tell("TERMINATED", worker=fields)
+                    self._emit("TERMINATED", worker=fields)
             case "worker_failed" if not fields["after_stop"]:
                 error = {"message": {"message": fields["message"], "errorCode": fields["exit_code"]}}
-                self._tell("FAILED", worker=fields, raw_error=json.dumps(error))
+                self._emit("FAILED", worker=fields, raw_error=json.dumps(error))
             case "ended":
-                self._tell("SUCCEEDED" if fields["exit_code"] == 0 else "FAILED")
+                self._emit("SUCCEEDED" if fields["exit_code"] == 0 else "FAILED")
 
-    def _tell(
+    def _emit(
         self,
         state: str,
         *,
@@ -109,7 +110,7 @@ class TorchEvents:
         self._write(json.dumps(event))
 
     def _entry_point(self) -> str:
-        """torchrun's entry_point: the name of the executable."""
+        """Torchrun's entry_point: the name of the executable."""
         command = self._options.command
         program = command.target if command.kind is CommandKind.PROGRAM else command.python or sys.executable
         return os.path.basename(program)
@@ -117,11 +118,12 @@ class TorchEvents:
 
 BEAT_S = 1.0
 STALL_S = 15.0
-"""A loop without a turn for this long counts as stalled, for example by a disk, a debugger or a lack of CPU time."""
+"""Time without a turn after which a loop counts as stalled (s): by a disk, a debugger or a lack of CPU time."""
 assert STALL_S > 5 * BEAT_S
 STEP_WINDOW_S = 30.0
-"""The duration of a step is averaged over this time."""
+"""Time over which the duration of a step is averaged (s)."""
 LOOKS_MAX = 64
+"""Number of looks that are kept: more than STEP_WINDOW_S of them."""
 
 
 class RankFacts(Struct, frozen=True, kw_only=True):
@@ -130,14 +132,17 @@ class RankFacts(Struct, frozen=True, kw_only=True):
     rank: int
     local_rank: int
     steps_total: int
-    """Steps of this local rank in all generations since the start of the agent."""
+    """Number of steps of this local rank in all generations since the start of the agent."""
     own_s_total: float
+    """The same for the own part of its steps (s)."""
     step_s: float | None
     """Mean duration of the steps in the last STEP_WINDOW_S; None: there were none."""
     age_s: float
 
 
 class VitalsSample(Struct, frozen=True, kw_only=True):
+    """The facts about an agent at one moment."""
+
     taken_s: float
     """Time of the sample by the loop's clock. Its age shows how long the agent has been stalled."""
     run_id: str
@@ -162,9 +167,9 @@ class VitalsSample(Struct, frozen=True, kw_only=True):
     copied_s: float = 0.0
     ranks: tuple[RankFacts, ...] = ()
     job: JobView | None = None
-    """Only on the coordinator's node."""
+    """The coordinator's view; None: the coordinator is not on this node."""
     ended: str = ""
-    """How the job ended, in one word; empty: it has not ended."""
+    """The kind of the job's end, in one word; empty: it has not ended."""
     exit_code: int = 0
 
 
@@ -189,11 +194,13 @@ class Vitals:
         self._carried: dict[int, tuple[int, float]] = {}
         """Steps and own seconds of earlier generations, by local rank."""
         self._seen: dict[int, RankProgress] = {}
+        """The newest progress of each local rank in this generation. A worker that has ended stays in it."""
         self._looks: deque[tuple[float, dict[int, int]]] = deque(maxlen=LOOKS_MAX)
+        """Looks of the last STEP_WINDOW_S: the time, and the number of steps by local rank."""
         self._timer: asyncio.TimerHandle | None = None
         self.facts = VitalsSample(taken_s=self._loop.time(), run_id=run_id, node=node)
         self._known = structs.replace(self.facts, copies={"sent": 0, "failed": 0, "skipped": 0})
-        """What the journal has told; it is in the next sample."""
+        """The facts from the journal; the next sample has them."""
 
     def start(self) -> None:
         self._beat()
@@ -212,10 +219,10 @@ class Vitals:
                 self._fault("vitals", error)
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
-    # ---------------------------------------------------------------- what the journal tells
+    # ---------------------------------------------------------------- facts from the journal
 
     def heard(self, event: str, fields: Mapping[str, Any]) -> None:
-        """A listener of the journal, on the agent's loop."""
+        """Handle an event of the journal, on the agent's loop."""
         known = self._known
         match event:
             case "generation":
@@ -259,14 +266,14 @@ class Vitals:
         self._known = structs.replace(self._known, **facts)
 
     def _carry(self) -> None:
-        """A generation is over: add its steps to the totals."""
+        """Add the steps of a generation that is over to the totals."""
         for local_rank, seen in self._seen.items():
             steps, own_s = self._carried.get(local_rank, (0, 0.0))
             self._carried[local_rank] = (steps + seen.steps, own_s + seen.own_s)
         self._seen = {}
         self._looks.clear()
 
-    # ---------------------------------------------------------------- what a look tells
+    # ---------------------------------------------------------------- facts from the workers
 
     def _gather(self) -> None:
         now = self._loop.time()

@@ -1,8 +1,8 @@
-"""`--notify URL|COMMAND`: tells people about the job's turns: start, restart, hang, straggler, lost node, end.
+"""`--notify URL|COMMAND`: reports the job's turns to people: start, restart, hang, straggler, lost node, end.
 
 A listener of the journal puts a notice into a bounded queue; a thread sends it, with a time limit and a few tries. A
 URL gets a POST with JSON, whose `text` Slack and its like show; a command gets the same JSON on its standard input.
-Only the node of the coordinator sends. Nothing waits but the end of the job, at most CLOSE_S_MAX.
+Only the node of the coordinator sends. Only the end of the job waits for it, for at most CLOSE_S_MAX.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from holdfast.text import listed, plural
 QUEUE_MAX = 64
 TRIES = 4
 PAUSE_S = 1.0
-"""Before the second try; twice as long before each further one."""
+"""Pause before the second try (s); it doubles before each further one."""
 SEND_S_MAX = 10.0
 CLOSE_S_MAX = 5.0
-"""At the end of the job."""
+"""Limit for the notices that wait at the end of the job (s)."""
 NOBODY_FAILED = "HF200"
+"""Code of a verdict that names no failure."""
 
 Notice = dict[str, Any]
 
 
 class Notices:
-    """What the journal's events mean for people. One per agent."""
+    """Makes notices for people from the journal's events. One per agent."""
 
     def __init__(self, run_id: str, node: str, send: Callable[[Notice], None]) -> None:
         self._about = {"run_id": run_id, "host": node}
@@ -44,12 +45,14 @@ class Notices:
         self._leads = False
         """The coordinator has formed a generation here, or has it from the coordinator before."""
         self._over = False
+        """The job is over: members that leave now are not lost."""
         self._world = ""
+        """The size of the newest world, in words."""
         self._why: Mapping[str, Any] = {}
-        """Why the next generation is formed."""
+        """Fields of the event that gives the reason for the next generation; empty: there was none."""
 
     def heard(self, event: str, fields: Mapping[str, Any]) -> None:
-        """A listener of the journal."""
+        """Handle an event of the journal."""
         match event:
             case "coordinator.assigned" | "coordinator.regroup_begun":
                 self._world = f"{plural(fields['world_size'], 'rank')} on {plural(len(fields['order']), 'node')}"
@@ -57,10 +60,10 @@ class Notices:
                     self._why = fields
             case "coordinator.started" if not self._leads:
                 self._leads = True
-                self._tell("start", f"started: {self._world}", fields)
+                self._send_notice("start", f"started: {self._world}", fields)
             case "coordinator.started" | "coordinator.regrouped":
                 why = self._why.get("cause") or self._why.get("text", "")
-                self._tell(
+                self._send_notice(
                     "restart", f"generation {fields['generation']}, {self._world}: {why}", {**self._why, **fields}
                 )
                 self._why = {}
@@ -69,12 +72,14 @@ class Notices:
             case "coordinator.stopping" | "coordinator.draining" if not self._why:
                 self._why = fields
             case "coordinator.hang" if fields["kind"] in ("hung", "stuck"):
-                self._tell("hang", f"hangs: {fields['text']}", fields)
+                self._send_notice("hang", f"hangs: {fields['text']}", fields)
             case "coordinator.straggler":
                 times = (
                     f"{fields['own_s'] * 1e3:.0f} ms of its own per step, its peers {fields['peers_s'] * 1e3:.0f} ms"
                 )
-                self._tell("straggler", f"slow: {fields['host']}, rank {listed(fields['ranks'])}: {times}", fields)
+                self._send_notice(
+                    "straggler", f"slow: {fields['host']}, rank {listed(fields['ranks'])}: {times}", fields
+                )
             case "leads" if not fields["founds"]:
                 self._leads, self._why = True, {"text": "this node has the coordinator now"}
             case "coordinator.resumed":
@@ -83,16 +88,16 @@ class Notices:
                 self._leads = False
             case "coordinator.over":
                 self._over = True
-            case "coordinator.lost" if not self._over:  # else an agent that has ended
+            case "coordinator.lost" if not self._over:
                 host = str(fields["member"]).partition("#")[0]
-                self._tell("lost_node", f"lost node {host}: {fields['reason']}", fields)
+                self._send_notice("lost_node", f"lost node {host}: {fields['reason']}", fields)
             case "ended" if self._leads:
                 why = fields.get("cause") or fields["text"]
-                self._tell(
+                self._send_notice(
                     "end", f"{fields['kind']}, exit code {fields['exit_code']}{f': {why}' if why else ''}", fields
                 )
 
-    def _tell(self, what: str, text: str, fields: Mapping[str, Any]) -> None:
+    def _send_notice(self, what: str, text: str, fields: Mapping[str, Any]) -> None:
         more = {name: fields[name] for name in ("generation", "code", "advice", "kind", "exit_code") if name in fields}
         code = f" ({fields['code']})" if fields.get("code") else ""
         self._send(
@@ -119,14 +124,15 @@ class Sender:
         self._thread.start()
 
     def send(self, notice: Notice) -> None:
-        """Never waits."""
+        """Queue a notice without waiting. If the queue is full, the notice is lost and reported."""
         try:
             self._queue.put_nowait(notice)
         except queue.Full:
             self._failed("all", f"{QUEUE_MAX} notices wait already")
 
     def close(self) -> None:
-        """Wait until all are sent, at most CLOSE_S_MAX. There are no more pauses between tries."""
+        """Wait until all are sent, for at most CLOSE_S_MAX. From now on there are no pauses between tries, and at most
+        two of them."""
         self._closing.set()
         try:
             self._queue.put_nowait(None)

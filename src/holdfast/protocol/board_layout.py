@@ -18,7 +18,7 @@ SLOT_WORDS = 24
 HELD = 0
 """1: workers wait at their next safe point until SAFE_POINT is not 0 or this is 0 again."""
 SAFE_POINT = 1
-"""The safe point at which the workers stop, counted from 1; 0: none. Set once."""
+"""The safe point at which the workers stop, counted from 1; 0: none. It is set once in a generation."""
 RAISED = 2
 """The agent's descriptor of a pipe. A worker whose program raised an exception writes the index of its slot there
 (REPORT_BYTES, native byte order), so that the agent can react before the process has ended."""
@@ -35,7 +35,6 @@ REACHED = 1
 STOP_SEEN = 2
 """The safe point at which `should_stop()` returned true; 0: it has not."""
 
-
 # Times of a worker's start and steps: nanoseconds of the monotonic clock, which all processes share; 0: not yet.
 MEETING = 3
 """It asks for its process group: its imports and set-up are done."""
@@ -48,14 +47,17 @@ FIRST_STEP = 6
 STEPS = 7
 """Number of optimizer steps that are done (a count, not a time)."""
 LAST_STEP = 8
+"""The newest optimizer step is done."""
 OWN = 9
-"""Nanoseconds of all steps together, from the end of the previous step to the start of backward (a duration)."""
+"""Own part of all steps together, from the end of the previous step to the start of backward (a duration, ns)."""
 BEATS = 10
-"""Number of calls of holdfast.worker.beat()."""
+"""Number of calls of holdfast.worker.beat() (a count, not a time)."""
 LAST_BEAT = 11
+"""The newest call of holdfast.worker.beat()."""
 
+# Other words of a slot.
 STACKS = 12
-"""The agent's descriptor of the file for this worker's stacks; 0: none. Written by the agent before the start."""
+"""The agent's descriptor of the file for this worker's stacks; 0: none. The agent writes it before the start."""
 BEGAN_AT = 13
 """The step at which this worker began, plus 1, as the script counts over all restarts; 0: the script reports none."""
 AT = 14
@@ -67,28 +69,30 @@ PROFILE = 16
 """The order to take a profile: PROFILE_FD has the agent's descriptor of its file (worker/profile.py), the rest a number
 that no other order has; 0: none. Written by the agent, read by the worker after each step and on PROFILE_SIGNAL."""
 PROFILE_FD = (1 << 32) - 1
+"""Mask of the descriptor in PROFILE."""
 SAVES = 17
 """1: this worker asks at its safe points whether to save."""
 
 PROFILE_SIGNAL = 60
-"""SIGRTMAX - 4: a worker that catches it looks at PROFILE, for an order that does not count steps."""
+"""SIGRTMAX - 4: a worker that catches it reads PROFILE, for an order that does not count steps."""
 HANDLED_SIGNAL = 59
 """SIGRTMAX - 5: a worker that catches it, and whose main thread handles an exception, writes HANDLED and the exception,
 and on a second line its place, into the file for stacks. It interrupts a system call: sent only to a main thread in a
-wait of Python's own, which Python takes up again."""
+wait of Python's own, which Python resumes."""
 HANDLED = "Handles: "
 HANDLED_CHARACTERS_MAX = 300
 INTERRUPT_SIGNAL = 58
-"""SIGRTMAX - 6: its handler interrupts a worker in `ht.survive` (train/agent_channel.py). Nobody sends it."""
+"""SIGRTMAX - 6: its handler interrupts a worker in `ht.survive` (train/agent_channel.py). No other process sends it."""
 LOOK_SIGNAL = 62
-"""SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For sleeping
-workers only: a running thread changes its stack while it is read, which can crash the worker."""
+"""SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into the file for stacks. Only
+sleeping workers get it: a running thread changes its stack while it is read, which can crash the worker."""
 LOOK_MAIN_SIGNAL = 61
-"""Writes the stack of the thread that catches it, and no other. Sent to the main thread of a running worker: the stack
-of an interrupted thread does not change."""
+"""SIGRTMAX - 3: a thread that catches it writes its own stack, and no other. The main thread of a running worker gets
+it: the stack of an interrupted thread does not change."""
 
 
 def size_bytes(nproc: int) -> int:
+    """Size of a board for this number of workers (bytes)."""
     return (1 + nproc) * SLOT_WORDS * WORD_BYTES
 
 

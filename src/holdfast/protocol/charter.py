@@ -1,4 +1,4 @@
-"""The charter: what a successor of the coordinator must know, and who elects it. PURE.
+"""The charter: the knowledge that a successor of the coordinator needs, and the voters that elect it. PURE.
 
 The coordinator replicates the charter to its voters. Every change has a position; the change counts once a majority of
 the voters holds it. While the set of voters changes, a majority of the set before is needed too (`before`), so any two
@@ -16,24 +16,24 @@ from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import Count, NodeSpec, Port, PortOrNone, Rank, Seconds, Workers
 
 VOTERS_MAX = 7
-"""More voters would survive more losses at one time, and cost the coordinator messages."""
+"""Largest number of voters. More would survive more losses at one time, and cost the coordinator messages."""
 VOTERS_MIN = 3
-"""With fewer, no loss leaves a majority: the coordinator is its only voter."""
+"""Smallest number of voters. With fewer, no loss leaves a majority: the coordinator is its only voter."""
 NODES_MAX = 1024
-"""Agents in a charter. The successor in a larger job waits for the fence."""
+"""Number of agents in a charter. The successor in a larger job waits for the fence."""
 HOSTS_MAX = 1024
-"""Hosts with a back-off in a charter."""
+"""Number of hosts with a back-off in a charter."""
 
 
 class CharterPosition(NamedTuple):
-    """Where a charter stands among all charters of the job. The larger one is the newer one."""
+    """The position of a charter among all charters of the job. The larger one is the newer one."""
 
     term: Count
     number: Count
 
 
 NO_CHARTER = CharterPosition(0, 0)
-"""Before every charter."""
+"""The position before every charter."""
 
 
 class Seat(Struct, frozen=True, array_like=True):
@@ -42,7 +42,7 @@ class Seat(Struct, frozen=True, array_like=True):
     name: str
     """The agent without its joins (`NodeSpec.agent`), or the witness: an identity that is used once."""
     host: str
-    """For users."""
+    """Short host name, for users."""
     address: str
     port: Port
     witness: bool = False
@@ -66,7 +66,7 @@ class HostRecord(Struct, frozen=True, array_like=True):
     exclusions: Count
     stay_s: Seconds
     excluded_s: Seconds
-    """For how long it is still excluded."""
+    """Time for which it is still excluded (s)."""
 
 
 class Charter(Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ class Charter(Struct, frozen=True, array_like=True):
 
     position: CharterPosition
     voters: Annotated[tuple[Seat, ...], Meta(max_length=VOTERS_MAX)]
-    """In the order in which they stand for election."""
+    """The voters, in the order in which they stand for election."""
     before: Annotated[tuple[Seat, ...], Meta(max_length=VOTERS_MAX)] = ()
     """The voters before, until this charter counts; empty: they are the same."""
     generation: Count = 0
@@ -84,28 +84,29 @@ class Charter(Struct, frozen=True, array_like=True):
     led_from: LedFrom | None = None
     """None: the coordinator's node has no part in it."""
     restarts: Rank = 0
-    """Restarts used."""
+    """Number of restarts that were used."""
     streak: Count = 0
     identical: Count = 0
     signature: str = ""
-    """As in the coordinator's Budget."""
+    """These three are those of the coordinator's Budget."""
     hosts: Annotated[tuple[HostRecord, ...], Meta(max_length=HOSTS_MAX)] = ()
     outcome: Outcome | None = None
-    """Set when the job is over."""
+    """The outcome of the job; None: it is not over."""
     leader: str = ""
     """The agent in whose process the coordinator is."""
     listeners: Annotated[tuple[tuple[str, PortOrNone], ...], Meta(max_length=NODES_MAX)] = ()
     """Address and port at which each of `nodes` listens, in the same order; port 0: unknown."""
     job_uid: str = ""
-    """As in Start."""
+    """The job's identity: see Start."""
     sizes: Annotated[tuple[Workers, ...], Meta(max_length=NODES_MAX)] = ()
-    """How many ranks each of `nodes` has, in the same order."""
+    """Number of ranks of each of `nodes`, in the same order."""
     short_lease_s: Seconds = 0.0
-    """This long after the last answer of a coordinator all workers of that generation are suspended; 0: not all are."""
+    """Time after the last answer of a coordinator from which all workers of that generation are suspended (s); 0: not
+    all of them are."""
 
     @property
     def seats(self) -> tuple[Seat, ...]:
-        """Everyone that may vote, each once."""
+        """All that may vote, each once."""
         return tuple({seat.name: seat for seat in (*self.voters, *self.before)}.values())
 
     def carried_by(self, names: Collection[str], gone: Collection[str] = ()) -> bool:
@@ -131,11 +132,11 @@ class Renew(Struct, frozen=True, array_like=True, tag="renew"):
     probe: Count
     """Number of this message. The answer confirms the coordinator from the time at which it was sent."""
     charter: Charter | None = None
-    """Present when the voter may not have the newest one."""
+    """The newest charter, if the voter may not have it; else None."""
     job_s: Seconds = 0.0
-    """Age of the job."""
+    """Age of the job (s)."""
     training_s: Seconds = 0.0
-    """As in JobView."""
+    """Effective training time: see JobView."""
     founded: bool = False
     """The coordinator has taken this term without a vote."""
 
@@ -144,14 +145,14 @@ class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):
     """A voter acknowledges a Renew."""
 
     term: Count
-    """The newest term that the voter knows. Larger than that of the Renew: a refusal, since it has voted for another
-    coordinator."""
+    """The newest term that the voter knows. If it is larger than that of the Renew, this is a refusal: the voter has
+    voted for another coordinator."""
     probe: Count
     held: CharterPosition
     """The position of the charter that the voter holds now."""
     rival: bool = False
-    """Since its last Renewed, the voter has denied its vote to another one whose charter is as new, only because it
-    follows this coordinator."""
+    """The voter has denied its vote to another candidate whose charter is as new, only because it follows this
+    coordinator, since its last Renewed."""
 
 
 class Poll(Struct, frozen=True, array_like=True, tag="poll"):
@@ -163,9 +164,10 @@ class Poll(Struct, frozen=True, array_like=True, tag="poll"):
     held: CharterPosition
     """The position of its charter. A voter with a newer one denies its vote."""
     final: bool = False
-    """False: would you vote for me? Nothing changes. True: the vote itself, given once per term."""
+    """False: the candidate only asks whether it would get the vote, and nothing changes. True: the vote itself, which a
+    voter gives once per term."""
     charter: Charter | None = None
-    """A newer one in which the candidate has no seat: the voter that is asked has one, and may not know of it."""
+    """A newer charter in which the candidate has no seat: the voter that is asked has one, and may not know of it."""
 
 
 class Polled(Struct, frozen=True, array_like=True, tag="polled"):
@@ -175,7 +177,7 @@ class Polled(Struct, frozen=True, array_like=True, tag="polled"):
     """The newest term that the voter knows."""
     granted: bool
     silent_s: Seconds = 0.0
-    """How long ago, by the voter's clock, it last acknowledged a Renew, or gave a final vote to another candidate."""
+    """Time since the voter last acknowledged a Renew, or gave a final vote to another candidate, by its clock (s)."""
     closed: bool = False
     """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
     voter: str = ""
@@ -183,30 +185,30 @@ class Polled(Struct, frozen=True, array_like=True, tag="polled"):
     follows: Count = 0
     """The term of the coordinator to which it is linked; 0: none."""
     charter: Charter | None = None
-    """The voter's own, if that one is newer: the candidate takes it and asks again. A witness never stands, so what
-    only witnesses have must reach a candidate, or a coordinator that founds the job again."""
+    """The voter's own charter, if that one is newer: the candidate takes it and asks a second time. A witness never
+    stands, so a charter that only witnesses have must reach a candidate, or a coordinator that founds the job again."""
 
 
 class Succession(Struct, frozen=True):
-    """By what right a coordinator begins: it founds the job, or it was elected."""
+    """The right by which a coordinator begins: it founds the job, or it was elected."""
 
     term: Count = 1
     charter: Charter | None = None
-    """The newest one; None: it founds the job."""
+    """The newest charter; None: it founds the job."""
     asked_s: Seconds = 0.0
-    """How long ago it asked for the votes that it got."""
+    """Time since it asked for the votes that it got (s)."""
     silent_s: Seconds = 0.0
-    """For at least this long no voter of its majority has confirmed another coordinator."""
+    """Time for which at least no voter of its majority has confirmed another coordinator (s)."""
     closed: bool = False
     """The old coordinator's process has ended: it closed its links to all of them."""
     job_s: Seconds = 0.0
-    """Age of the job."""
+    """Age of the job, as far as this voter knows (s)."""
     training_s: Seconds = 0.0
-    """As in JobView, as far as this voter knows."""
+    """Effective training time, as far as this voter knows: see JobView."""
 
 
 class Electorate(NamedTuple):
-    """How many of a job's agents and witnesses are voters."""
+    """The numbers of a job's agents and witnesses that are voters."""
 
     agents: int
     witnesses: int
@@ -217,13 +219,14 @@ class Electorate(NamedTuple):
 
     @property
     def losses(self) -> int:
-        """How many nodes may be lost at one time, whichever they are, while the witnesses are there. A witness never
-        stands, so an agent must be left."""
+        """Number of nodes, whichever they are, that may be lost at one time while the witnesses are there. A witness
+        never stands, so an agent must be left."""
         return min(sum(self) - self.majority, self.agents - 1)
 
 
 def electorate(agents: int, witnesses: int) -> Electorate:
-    """The voters that a coordinator chooses from so many. One agent and no witness: nobody is elected."""
+    """The numbers of voters that a coordinator chooses from these numbers of agents and witnesses. One agent and no
+    witness: no successor is elected."""
     witnesses = min(witnesses, VOTERS_MAX // 2)
     agents = min(agents, VOTERS_MAX - witnesses)
     if (agents + witnesses) % 2 == 0:  # an even number of voters survives no more losses than one voter less

@@ -41,7 +41,8 @@ from holdfast.protocol.rank_progress import Frame, RankSample
 
 MAGIC = b"HOLDFAST"
 PROTOCOL_VERSION = 1
-"""Of preamble, handshake and messages together. A peer of another version is refused, with a text that names both."""
+"""The version of preamble, handshake and messages together. A peer of another version is refused, with a text that
+names both."""
 PREAMBLE_BYTES = len(MAGIC) + 2
 LENGTH_BYTES = 4
 
@@ -104,7 +105,7 @@ class FrameReader:
     def __init__(self, limit_bytes_max: int) -> None:
         self._buffer = bytearray()
         self.limit_bytes_max = limit_bytes_max
-        """May be raised between two frames, after the handshake."""
+        """Limit of a frame (bytes). It is raised between two frames, after the handshake."""
 
     @property
     def torn(self) -> bool:
@@ -208,17 +209,17 @@ def _printable(text: str) -> str:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX - 1024
-"""The rest of a frame is for the MAC in front of the message."""
+"""Limit of a message (bytes). The rest of a frame is for the MAC in front of the message."""
 
 TEXT_CHARS_CUTS = (4096, 512, 64)
 """Failure texts are cut to these lengths, one after the other, until the message fits into a frame."""
 FAILURES_MAX = 4096
-"""If that is not enough, at most this many failures are sent."""
+"""Number of failures that are sent in a message that has to be cut."""
 CHARS_PER_FRAME = 64
-"""Stacks are cut to one frame per this many characters of the limit."""
+"""Number of characters of a limit for which one frame of a stack is kept."""
 
 TEXTLESS = (Ping, Pong, Progress, Stopped)
-"""Frequent messages in which there is nothing to clean."""
+"""Frequent messages without texts that have to be cleaned."""
 
 Message = TypeVar("Message")
 
@@ -237,7 +238,7 @@ def _coordinator_decoder() -> msgspec.msgpack.Decoder[FromCoordinator]:
 
 
 def encode(message: Struct) -> bytes:
-    """The message in at most MESSAGE_BYTES_MAX bytes. A message with very many failures loses the ends of their texts,
+    """The message in at most MESSAGE_BYTES_MAX bytes. A message with very many failures loses a part of their texts,
     one with very many stacks loses their outer frames.
 
     Raises ProtocolError when a message without either is too large.
@@ -288,6 +289,7 @@ def decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes, sender: str) 
 
 
 def _cut(message: Struct, chars_max: int) -> Struct:
+    """The message with its long texts and stacks cut to this limit; unchanged if it has none."""
     if isinstance(message, WorkerDone) and message.left is not None:
         return replace(message, left=_cut_failure(message.left, chars_max))
     if isinstance(message, WorkersFailed | ReplacementFailed):

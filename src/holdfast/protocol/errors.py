@@ -17,7 +17,7 @@ from typing import ClassVar
 
 
 class Fault(Enum):
-    """Whose fault an error is."""
+    """The side that is at fault for an error."""
 
     CALLER = "caller"
     WORKER = "worker"
@@ -108,7 +108,7 @@ class RefusedError(CallerError, code="HF111"):
 
 
 class PlatformError(CallerError, code="HF112"):
-    """Not Linux, or a required feature of the platform is missing."""
+    """The platform is not Linux, or lacks a required feature."""
 
 
 class LogOptionsError(CallerError, code="HF113"):
@@ -305,7 +305,7 @@ class SnapshotWriteError(SnapshotError, code="HF404"):
 
 
 class SnapshotIncompleteError(SnapshotError, code="HF405"):
-    """Not every rank's part of a snapshot was written in time; it was not committed."""
+    """A snapshot was not committed: not every rank's part of it was written in time."""
 
 
 class SnapshotGoneError(SnapshotError, code="HF406"):

@@ -1,4 +1,4 @@
-"""The doors between the coordinator and its extensions: what an extension is told, and what it may order. PURE.
+"""The doors between the coordinator and its extensions: the events that an extension gets, and its orders. PURE.
 
 The core forms, starts, stops and re-forms generations. Everything else about a running job is an extension: a folder in
 `holdfast.extensions` with a half at the coordinator, a half on each node, or both.
@@ -57,7 +57,7 @@ class Job(Protocol):
 
     @property
     def generation(self) -> int:
-        """The newest one; 0: none was formed."""
+        """The newest generation; 0: none was formed."""
 
     @property
     def world_size(self) -> int:
@@ -70,10 +70,10 @@ class Job(Protocol):
         """The nodes of the newest generation whose workers may be alive, by group rank."""
 
     def view(self, now: float) -> JobView:
-        """All of it, for users. The cost grows with the number of ranks."""
+        """The whole view of the job, for users. Its cost grows with the number of ranks."""
 
 
-# --- what it is told --------------------------------------------------------------------------------------------------
+# --- the events that it gets ------------------------------------------------------------------------------------------
 
 
 class UserRequest(Struct, frozen=True):
@@ -95,25 +95,26 @@ class Started(Struct, frozen=True):
 
 
 class Ended(Struct, frozen=True):
-    """They were ordered to stop, or leave it for another generation."""
+    """The workers of a generation were ordered to stop, or leave it for another generation."""
 
     generation: int
 
 
 class MemberLost(Struct, frozen=True):
-    """No answer of this node will come."""
+    """A node was lost: it will answer nothing any more."""
 
     member: str
 
 
 class SafePointAgreed(Struct, frozen=True):
-    """Ends SaveAtSafePoint: all ranks save there and go on. Counted from 1."""
+    """Ends SaveAtSafePoint: all ranks save there and go on."""
 
     safe_point: int
+    """The number of the safe point, counted from 1."""
 
 
 class SafePointRefused(Struct, frozen=True):
-    """Ends SaveAtSafePoint: nobody saves."""
+    """Ends SaveAtSafePoint: no rank saves. The text says why."""
 
     text: str
 
@@ -205,41 +206,41 @@ class Figures(Struct, frozen=True):
     """An extension's part of `status`, of its JSON, and of the page: whatever msgspec can encode."""
 
     job: object = None
-    """None: it knows nothing of the job as a whole."""
+    """Figures about the job as a whole; None: there are none."""
     nodes: Mapping[str, object] | None = None
-    """Figures by member; a node that is missing is shown without. None: it knows nothing of nodes."""
+    """Figures by member; a node that is missing is shown without figures. None: there are none about nodes."""
 
 
 class CoordinatorExtension:
-    """An extension's half at the coordinator. A subclass has those methods that it needs."""
+    """An extension's half at the coordinator. A subclass overrides the methods that it needs."""
 
     questions: Mapping[str, type] = {}
-    """The questions that it answers, and the type of their `about`, with its bounds. What does not fit is refused."""
+    """The questions that it answers, and the type of their `about`, with its bounds. Other values are refused."""
     messages: Any = None
-    """The type of what its halves on the nodes send: a tagged Struct, or a union of them. What does not fit is the
-    node's error, as with every other message."""
+    """The type of the messages of its halves on the nodes: a tagged Struct, or a union of them. A node that sends
+    another value is at fault, as with every other message."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
     def asked(self, now: float, request: UserRequest) -> Orders:
-        """A user asks. The answer may be among the orders, or come later."""
+        """Handle a question of a user. The answer may be among the orders, or come later."""
         raise NotImplementedError
 
     def heard(self, now: float, member: str, message: Any) -> Orders:  # noqa: ARG002
-        """Its half on this node has sent a message."""
+        """Handle a message of its half on this node."""
         return ()
 
     def happened(self, now: float, event: Happened) -> Orders:  # noqa: ARG002
-        """The job has changed. Of SafePointAgreed and SafePointRefused only the extension that ordered it is told."""
+        """Handle a change of the job. SafePointAgreed and SafePointRefused reach only the extension that ordered it."""
         return ()
 
     def due_s(self) -> float:
-        """The time at which `due` must be called; inf: not at all."""
+        """The time at which `due` must be called (s of the coordinator's clock); inf: never."""
         return inf
 
     def due(self, now: float) -> Orders:  # noqa: ARG002
-        """That time has come."""
+        """Act, because the time of `due_s` has come."""
         return ()
 
     def view(self, now: float) -> Figures:  # noqa: ARG002
@@ -265,6 +266,7 @@ class CoordinatorHalf(Protocol):
 
 
 class Sent(Struct, frozen=True):
-    """The answer to a question that is passed on: to how many nodes."""
+    """The answer to a question that is passed on to nodes."""
 
     nodes: int
+    """Number of these nodes."""

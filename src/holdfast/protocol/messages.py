@@ -35,14 +35,14 @@ OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 QUESTION_CHARS_MAX = 64
-"""Of the name of a question or an extension."""
+"""Limit of the name of a question or an extension (characters)."""
 ABOUT_BYTES_MAX = 4096
 EXTENDED_BYTES_MAX = 4 * 1024 * 1024 - 4096
-"""Leaves room in a frame."""
+"""Limit of an extension's message (bytes). It leaves room in a frame."""
 
 
 class StopReason(Enum):
-    """Why a generation is ended."""
+    """The reason for the end of a generation."""
 
     WORKER_FAILED = "worker_failed"
     MEMBER_LOST = "member_lost"
@@ -67,9 +67,9 @@ class Running(Struct, frozen=True, array_like=True):
     done: LocalRanks = ()
     """Local ranks that have ended with 0."""
     local_ranks: LocalRanks | None = None
-    """As in Assign."""
+    """The local ranks that take part: see Assign."""
     able: LocalRanks = ()
-    """As in Able."""
+    """The local ranks that can go on in another generation: see Able."""
 
 
 class Join(AgentMessage, frozen=True, tag="join"):
@@ -77,7 +77,7 @@ class Join(AgentMessage, frozen=True, tag="join"):
     last_generation: Count = 0
     """The newest generation in which this agent took part. The coordinator uses larger numbers."""
     unlinked_s: Seconds = 0.0
-    """How long ago, by the agent's clock, the link to the coordinator of last_generation broke. 0 also if that
+    """Time since the link to the coordinator of last_generation broke, by the agent's clock (s). 0 also if that
     coordinator became silent, because then the agent does not know when it ended."""
     running: Running | None = None
     """The generation whose workers are alive. Resume lets them continue; else the agent kills them at its fence."""
@@ -86,7 +86,7 @@ class Join(AgentMessage, frozen=True, tag="join"):
     suspends: bool = True
     """It suspends its workers as `Joined.suspend_s` says. False: answers came so late that it does not any more."""
     port: PortOrNone = 0
-    """Where the agent listens for candidates and newcomers; 0: it does not listen, and has no vote."""
+    """Port at which the agent listens for candidates and newcomers; 0: it does not listen, and has no vote."""
     term: Count = 0
     """The newest term that the agent knows. A coordinator of an older term steps down."""
 
@@ -98,7 +98,7 @@ class Prepared(AgentMessage, frozen=True, tag="prepared"):
     store_port: Port | None = None
     """Set only by the node that hosts the store."""
     states: HeldStates | None = None
-    """What this node's saver gives to others."""
+    """States that this node's saver gives to other nodes; None: it gives none."""
 
 
 class WorkerDone(AgentMessage, frozen=True, tag="done"):
@@ -147,16 +147,16 @@ class Held(AgentMessage, frozen=True, tag="held"):
 
 
 class Progress(AgentMessage, frozen=True, tag="progress"):
-    """How far this node's workers are; sent every Start.progress_interval_s while they run."""
+    """The progress of this node's workers; sent every Start.progress_interval_s while they run."""
 
     generation: Count
     ranks: Annotated[tuple[RankProgress, ...], OF_ONE_NODE]
     job_step: Count = 0
-    """The step of the whole job, as the script counts over all restarts; means something if job_steps is set."""
+    """The step of the whole job, as the script counts over all restarts. It is valid if job_steps is not 0."""
     job_steps: Count = 0
-    """How many it will have; 0: the script does not report it."""
+    """Number of steps of the whole job; 0: the script does not report it."""
     ping: Count = 0
-    """As `Ping.number`, and answered as a Ping; 0: it is none."""
+    """The number of the ping that this message replaces (`Ping.number`), and that is answered; 0: it replaces none."""
 
 
 class Looked(AgentMessage, frozen=True, tag="looked"):
@@ -167,19 +167,20 @@ class Looked(AgentMessage, frozen=True, tag="looked"):
     """The number of the Look."""
     samples: Annotated[tuple[RankSample, ...], OF_ONE_NODE] = ()
     reach: Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)] = ()
-    """Why the test connection failed, in words; empty: it was made, or was not asked for."""
+    """The reasons why the test connection failed, in words; empty: it was made, or was not ordered."""
 
 
 class Able(AgentMessage, frozen=True, tag="able"):
-    """These workers can go on in another generation: their training function runs in `ht.survive`. The whole set of
-    this node; sent when it changes."""
+    """These workers can go on in another generation: their training function runs in `ht.survive`. The message has the
+    whole set of this node, and is sent when the set changes."""
 
     generation: Count
     local_ranks: LocalRanks
 
 
 class ReplacementReady(AgentMessage, frozen=True, tag="replacement_ready"):
-    """These replacements have started and wait for their place. The whole set of this node; sent when it grows."""
+    """These replacements have started and wait for their place. The message has the whole set of this node, and is sent
+    when the set grows."""
 
     generation: Count
     """The generation that was running when they were ordered."""
@@ -215,20 +216,21 @@ class Supersede(AgentMessage, frozen=True, tag="supersede"):
     name: str = ""
     """The agent of the caller."""
     elected: bool = False
-    """By voters; False: it founded the job."""
+    """The caller was elected by voters; False: it founded the job."""
     forms: bool = False
     """It has formed no generation yet."""
 
 
 class Recall(AgentMessage, frozen=True, tag="recall"):
-    """An agent that has taken part in the job tells a coordinator that founded it again: in the place of its Join while
-    the job's voters may elect another one, else before it. That one continues the charter, or steps down."""
+    """An agent that has taken part in the job reports the charter to a coordinator that founded the job again. That one
+    continues the charter, or steps down. It is sent before a Join, or without one while the job's voters may still
+    elect another coordinator."""
 
     charter: Charter
     term: Count
     """The newest term that the agent knows."""
     lost_s: Seconds
-    """How long ago it lost its coordinator."""
+    """Time since it lost its coordinator (s)."""
     patience_s: Seconds = 0.0
     """The sender waits this long before it joins."""
 
@@ -242,7 +244,7 @@ class Ask(AgentMessage, frozen=True, tag="ask"):
     by: str = ""
     """The asking user, in words."""
     about: Annotated[bytes, Meta(max_length=ABOUT_BYTES_MAX)] = b"{}"
-    """JSON of the command that asks. Agents pass it on unread; the extension refuses what it does not know."""
+    """JSON of the command that asks. Agents pass it on unread; the extension refuses a value that it does not know."""
 
 
 class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):
@@ -256,13 +258,13 @@ class Joined(CoordinatorMessage, frozen=True, tag="joined"):
     term: Count = 0
     """The coordinator's term. An agent that knows a newer one hangs up."""
     age_s: Seconds = 0.0
-    """As in Pong. The agent's fence counts from that time before its Join."""
+    """Age of the coordinator's authority: see Pong. The agent's fence counts from that time before its Join."""
     suspend_s: Seconds = 0.0
     """See `Limits.suspend_of`."""
 
 
 class Waiting(CoordinatorMessage, frozen=True, tag="waiting"):
-    """What the job waits for, in words, for the console."""
+    """The reason for which the job waits, in words, for the console."""
 
     text: str
 
@@ -298,27 +300,29 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     master_addr: str
     master_port: Port
     progress_interval_s: Period = 1.0
-    """How often the node reports Progress. It grows with the job, so that the coordinator's load stays bounded."""
+    """Time between two Progress of this node (s). It grows with the job, so that the coordinator's load stays
+    bounded."""
     before: str = ""
-    """How the generation before it ended: see `coordinator.ending.previous_end`. Empty: unknown, or it is the first."""
+    """The end of the generation before it, in words: see `coordinator.ending.previous_end`. Empty: unknown, or it is
+    the first."""
     job_uid: str = ""
     """Identifies the job, through all its generations; unlike the run id it is never used twice."""
     age_s: Seconds = 0.0
-    """As in Pong. The agent's fence counts from that time before its Prepared."""
+    """Age of the coordinator's authority: see Pong. The agent's fence counts from that time before its Prepared."""
     states: Annotated[tuple[HeldStates, ...], OF_ONE_NODE] = ()
-    """For a node that has none: where those of its ranks are, so that it fetches them while its workers start."""
+    """Places of the states of this node's ranks, if it has none of its own: it fetches them while its workers start."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):
     """Phase one of a generation of workers that are already running. Answered by Prepared, which here also says that
-    all workers of the node that take part wait for Start. At a node that leaves no worker takes part: they wait for
+    all workers of the node that take part wait for Start. At a node that leaves, no worker takes part: they wait for
     Stop."""
 
     assign: Assign
     safe_point: Count = 0
-    """Where the workers stop for it; 0: at once, in whatever they do."""
+    """The safe point at which the workers stop for it; 0: they stop at once, whatever they do."""
     text: str = ""
-    """What was lost or is new, in words, for the console."""
+    """The loss or the addition that is the reason, in words, for the console."""
 
 
 class Replace(CoordinatorMessage, frozen=True, tag="replace"):
@@ -345,7 +349,7 @@ class DrainTo(CoordinatorMessage, frozen=True, tag="drain_to"):
 
 
 class Resume(CoordinatorMessage, frozen=True, tag="resume"):
-    """From a new coordinator: all nodes of the previous leader's generation have joined, and it continues."""
+    """The running generation continues under a new coordinator: all its nodes have joined."""
 
     generation: Count
 
@@ -373,7 +377,7 @@ class Look(CoordinatorMessage, frozen=True, tag="look"):
     generation: Count
     number: Count
     store: bool = False
-    """Also try to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
+    """The node also tries to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
 
 
 class Notice(CoordinatorMessage, frozen=True, tag="notice"):
@@ -393,8 +397,8 @@ class Finish(CoordinatorMessage, frozen=True, tag="finish"):
 class Pong(CoordinatorMessage, frozen=True, tag="pong"):
     number: Count
     age_s: Seconds = 0.0
-    """How long ago the Renews were sent with which a majority of the voters has confirmed the coordinator. The agent's
-    fence counts from that time before its ping."""
+    """Age of the coordinator's authority: the time since it sent the Renews with which a majority of the voters has
+    confirmed it (s). The agent's fence counts from that time before its ping."""
 
 
 class Moved(CoordinatorMessage, frozen=True, tag="moved"):
@@ -404,8 +408,9 @@ class Moved(CoordinatorMessage, frozen=True, tag="moved"):
     address: str
     port: Port
     name: str = ""
-    """As in Supersede, if the coordinator itself answers."""
+    """The agent of the coordinator, if the coordinator itself answers; empty: another one answers."""
     elected: bool = False
+    """The coordinator was elected by voters, if it answers itself: see Supersede."""
 
 
 class Answer(CoordinatorMessage, frozen=True, tag="answer"):
@@ -413,7 +418,7 @@ class Answer(CoordinatorMessage, frozen=True, tag="answer"):
     body: bytes = b""
     """JSON for the command that asked. Agents pass it on unread. Empty without a refusal: the agent has to answer."""
     refused: str = ""
-    """Why nothing was done."""
+    """The reason why nothing was done; empty: the question was not refused."""
 
 
 class Quit(CoordinatorMessage, frozen=True, tag="quit"):
@@ -432,14 +437,15 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
 
 
 class Extended(Struct, frozen=True, array_like=True, tag="extended"):
-    """From an extension's half on a node to its half at the coordinator, or back. Only that half decodes it."""
+    """A message between an extension's half on a node and its half at the coordinator, in either direction. Only the
+    half that gets it decodes it."""
 
     extension: Annotated[str, Meta(max_length=QUESTION_CHARS_MAX)]
     body: Annotated[bytes, Meta(max_length=EXTENDED_BYTES_MAX)]
 
 
 BetweenVoters = Renew | Renewed | Poll | Polled
-"""In both directions: the coordinator connects to a witness as an agent connects to it."""
+"""Messages that go in both directions: the coordinator connects to a witness as an agent connects to it."""
 FromAgent = (
     Join
     | Prepared

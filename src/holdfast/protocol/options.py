@@ -106,7 +106,7 @@ class ThirdPartyOptions(Struct, frozen=True, kw_only=True):
     """Options of a rendezvous backend of an installed package; its name is the job's `backend`."""
 
     endpoint: str
-    """As given: the backend defines its form."""
+    """The endpoint as given: the backend defines its form."""
     conf: dict[str, str]
     """The backend's own keys of --rdzv-conf."""
     lease_ttl_s: int = 5
@@ -118,17 +118,19 @@ class CallFds(Struct, frozen=True, kw_only=True):
     call: int
     """The pickled call; the same for all workers."""
     results: tuple[int, ...]
-    """By local rank: the descriptor to which that worker writes its result."""
+    """The descriptor to which each worker writes its result, by local rank."""
 
 
 class Preload(Struct, frozen=True, kw_only=True):
     """Modules that a node imports once, so that its workers are forked with them (--preload)."""
 
     modules: tuple[str, ...] = ()
-    """Imported before the first worker is forked, in this order; empty: every worker is started by exec."""
+    """Modules that are imported before the first worker is forked, in this order; empty: every worker is started by
+    exec."""
     later: tuple[str, ...] = ()
-    """Imported once the workers run, for the workers of a restart."""
+    """Modules that are imported once the workers run, for the workers of a restart."""
     why: str = "not asked for"
+    """The reason for this choice, in words."""
     torch: str = ""
     """The package by which the program imports torch, preloaded or not; empty: its source shows no such import."""
 
@@ -145,7 +147,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     succession: bool = False
     """The nodes elect a successor when the coordinator is lost, so every agent listens."""
     agent_port: int = 0
-    """Where it listens; 0: any free port."""
+    """Port at which the agent listens for other nodes (--agent-port); 0: any free port."""
     standalone: bool = False
     """One node that no other can join: it listens on loopback only."""
     is_host: bool | None = None
@@ -167,23 +169,23 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     share_store: bool = True
     """False: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, rank 0's worker serves the store itself."""
     omp_num_threads: int | None = None
+    """Value of OMP_NUM_THREADS for the workers; None: it stays as it is (it is set, or there is one process)."""
     compile_threads: int | None = None
-    """Processes that compile kernels for one worker's torch.compile; None: not set for the workers."""
-    """None: leave OMP_NUM_THREADS alone (it is set, or there is one process)."""
+    """Number of processes that compile kernels for one worker's torch.compile; None: it is not set for the workers."""
     start_method: str = "spawn"
     event_log_handler: str = "null"
     metrics: Endpoint | None = None
-    """Where Prometheus metrics are served; None: nowhere."""
+    """Address at which Prometheus metrics are served; None: they are not."""
     health: Endpoint | None = None
-    """Where health checks are answered; None: nowhere."""
+    """Address at which health checks are answered; None: they are not."""
     dashboard: Endpoint | None = None
-    """Where the node of the coordinator serves the dashboard; None: nowhere."""
+    """Address at which the node of the coordinator serves the dashboard; None: it does not."""
     notify: tuple[str, ...] = ()
     """URLs and commands that get a notice at each turn of the job (--notify)."""
     health_if_free: bool = False
     """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1
-    """Accepted for compatibility; nothing polls."""
+    """Value of --monitor-interval, which is accepted for compatibility. Nothing polls."""
     preload: Preload = Preload()
     standby: bool = False
     """Keep forked workers waiting for the next generation while one runs (--standby)."""
@@ -192,7 +194,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     call_fds: CallFds | None = None
     """Set only by holdfast.launch; there is no option for it."""
     how_others_join: str = ""
-    """For users, while nodes are missing: what to do on the other nodes. Empty: there is nothing to do."""
+    """Advice for users while nodes are missing: what to do on the other nodes. Empty: there is nothing to do."""
     notices: tuple[str, ...] = ()
     """Lines to show before the start: abbreviations, flags without effect, nearest keys."""
 

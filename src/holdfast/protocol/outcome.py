@@ -28,7 +28,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     host: str
     pid: Count
     exit_code: ExitCode
-    """As waitpid reports it: 1..255, or -N for signal N; 0 only if it left while its peers went on."""
+    """Exit code 1..255, or -N for signal N; 0 only if it left while its peers went on."""
     error_type: str = ""
     """Exception class as written in the error file, e.g. `ValueError`; empty when unknown."""
     message: str = ""
@@ -57,7 +57,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     facts: Words = {}
     """Facts about its machine that its agent collected because of the error's text: `interfaces`, `shm`, `disks` …"""
     stack: str = ""
-    """Where it hung: the text of its stack, the most recent call last."""
+    """The place at which it hung: the text of its stack, the most recent call last; empty: it did not hang."""
     step: int = 0
     """The steps that it has made: of the whole job if its script reports them, else since its start; 0: unknown."""
 
@@ -90,13 +90,13 @@ class Verdict(Struct, frozen=True, kw_only=True):
     culprit: Failure | None = None
     """The primary failure; None if no worker was the cause, but for example a node."""
     noticed_by: Failure | None = None
-    """Without a culprit: the worker whose failure shows the cause, although another one is to blame."""
+    """The worker whose failure shows the cause, if there is no culprit: another one is to blame."""
     collateral: tuple[Failure, ...] = ()
     lost_nodes: tuple[str, ...] = ()
     generation: Count = 0
     restarts: Rank = 0
     gave_up: str = ""
-    """Why there was no further restart."""
+    """The reason why there was no further restart; empty: there was one, or none was due."""
     hang: bool = False
     """A hang ended the generation."""
 
@@ -122,7 +122,7 @@ class OutcomeKind(Enum):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """How the job, or this node's part in it, ended."""
+    """The end of the job, or of this node's part in it."""
 
     kind: OutcomeKind
     exit_code: ExitCode
@@ -150,7 +150,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     lost_ranks: tuple[int, ...] = ()
     """Ranks of the lost nodes."""
     survivors: tuple[RankStory, ...] = ()
-    """Where the other ranks were after a time-out, before they were stopped."""
+    """The other ranks after a time-out, with their places before they were stopped."""
     hosts: tuple[str, ...] = ()
     """Hosts of all its nodes, by group rank."""
 

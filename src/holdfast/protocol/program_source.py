@@ -5,7 +5,8 @@ Python does not report which thread holds a lock. What the source shows: one thr
 `LOCK.acquire()`, and another one is inside a `with` of the same text, or after an `acquire()` of it in the same
 function.
 
-A loop that sleeps and looks is often met asleep, and a look takes microseconds: only the source shows at what it looks.
+A loop that sleeps and polls is nearly always asleep when it is sampled, because a poll takes microseconds: only the
+source shows what it polls.
 """
 
 from __future__ import annotations
@@ -110,16 +111,19 @@ _LOOKS = {
     Polling.CHILD: re.compile(r"\.(poll|exitcode|waitpid)$"),
     Polling.THREADS: re.compile(r"\.(is_set|is_alive|done|running|empty|full|qsize|get_nowait|locked|ready)$"),
 }
-"""By what a loop looks at: names of the calls that look, the first match counts."""
+"""Names of the calls that poll, by the kind of thing that they poll; the first match counts."""
 _EXPANDED_MAX = 2
-"""Functions of the same file are followed so deep."""
+"""Depth to which calls of functions of the same file are followed."""
 _SMALL = 3
-"""Statements of a function that does nothing but sleep."""
+"""Number of statements up to which a function is one that only sleeps."""
 
 
 def polled_at(tree: ast.AST, lines: Sequence[int]) -> tuple[Polling, str]:
-    """What the loop around a line polls, and the call that looks, as the program writes it. `lines`: of the program's
-    frames in this file, innermost first: the loop may call a small function that sleeps."""
+    """The kind of thing that the loop around a line polls, and the call that polls it, as the program writes it.
+
+    `lines`: the lines of the program's frames in this file, innermost first. The loop may call a small function that
+    sleeps.
+    """
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)}
     for number, line in enumerate(lines):
         function = _function_at(tree, line)
@@ -135,6 +139,7 @@ def polled_at(tree: ast.AST, lines: Sequence[int]) -> tuple[Polling, str]:
 def _of_loop(
     loop: ast.While | ast.For, line: int, functions: _Functions, *, sleeps_inside: bool
 ) -> tuple[Polling, str]:
+    """The same for one loop. `sleeps_inside`: a function that the loop calls is known to sleep now."""
     names = list(_calls(loop, functions))
     if any(_TRAINS.search(name) for name in names):
         return Polling.NOTHING, ""
@@ -143,10 +148,14 @@ def _of_loop(
         return looks[0] if looks else (Polling.SPIN, ast.unparse(loop.test))
     if not sleeps_inside and not any(_SLEEPS.search(name) for name in names):
         return Polling.NOTHING, ""
+
+    # An attempt that fails and sleeps before the next one.
     tried = _tried(loop, line, functions)
     if tried is not None:
         caught = ast.unparse(tried.type) if tried.type is not None else ""
         return (Polling.OUTSIDE, "a file") if "FileNotFoundError" in caught else (Polling.RETRY, caught)
+
+    # A loop may poll and work. It polls now only if the line is at the poll, at the sleep, or at the loop's head.
     here = [name for node in _of_one_function(loop) if _has(node, line) for name in _called_in(node, functions)]
     looking = {name for _, name in looks}
     at_it = line == loop.lineno or any(_SLEEPS.search(name) or name in looking for name in here)

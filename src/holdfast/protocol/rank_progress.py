@@ -94,7 +94,7 @@ class RankView(Struct, frozen=True, kw_only=True):
     standing: Standing | None = None
     """None: no hang was reported, or it is over."""
     place: str = ""
-    """If `standing` is set: its place, in words."""
+    """Its place in words, if `standing` is set."""
     pid: int = 0
     """Its process on its node; 0: unknown."""
     counts_job: bool = False
@@ -104,14 +104,14 @@ class NodeView(Struct, frozen=True, kw_only=True):
     member: str
     host: str
     group_rank: int | None
-    """None: not in the world (spare, on host back-off, joining)."""
+    """Its rank among the nodes; None: it is not in the world (spare, on host back-off, joining)."""
     state: str
-    """In words: `running`, `spare`, `starting`, `stopping` …"""
+    """Its state in words: `running`, `spare`, `starting`, `stopping` …"""
     heard_s: float
     """Time since its last message, by the coordinator's clock."""
     ranks: tuple[RankView, ...] = ()
     more: dict[str, Any] = {}
-    """What extensions know of this node, by their name: `load`."""
+    """Figures of extensions about this node, by the extension's name: `load`."""
 
 
 class JobView(Struct, frozen=True, kw_only=True):
@@ -130,18 +130,18 @@ class JobView(Struct, frozen=True, kw_only=True):
     training_s: float
     """Effective training time: the part of job_s in which a generation was making steps."""
     why: str = ""
-    """Why the last generation ended."""
+    """The reason for the end of the last generation; empty: unknown, or there was none."""
     nodes: tuple[NodeView, ...] = ()
     notices: tuple[str, ...] = ()
     """Current hangs and stragglers, in words."""
     job_step: int = 0
     """The step of the whole job, over all restarts, if job_steps is set."""
     job_steps: int = 0
-    """How many steps the whole job will have; 0: the script does not report it."""
+    """Number of steps of the whole job; 0: the script does not report it."""
     left_s: float = 0.0
-    """The time for the others at the present rate; 0: unknown."""
+    """Time for the steps that are left, at the present rate; 0: unknown."""
     more: dict[str, Any] = {}
-    """What extensions know of the job, by their name."""
+    """Figures of extensions about the job, by the extension's name."""
 
 
 FRAMES_MAX = 64
@@ -161,25 +161,25 @@ Threads = Annotated[tuple[Thread, ...], Meta(max_length=THREADS_MAX)]
 
 
 class KernelWait(Enum):
-    """What the main thread of a worker waits for, by its system call."""
+    """The kind of thing that a thread waits for, by its system call."""
 
     UNKNOWN = "unknown"
     """It runs, or the system call cannot be read."""
     SLEEP = "sleep"
     THREAD = "thread"
-    """For another thread of its process: a lock, a condition, an event."""
+    """It waits for another thread of its process: a lock, a condition, an event."""
     CHILD = "child"
-    """For the end of a child, or for what comes through a pipe."""
+    """It waits for the end of a child, or for data from a pipe."""
     SOCKET = "socket"
-    """For one connection."""
+    """It waits for one connection."""
     OTHER = "other"
 
 
 class Polling(Enum):
-    """What a loop polls that sleeps between two looks, by the source of the program."""
+    """The kind of thing that a loop polls that sleeps in between, by the source of the program."""
 
     NOTHING = "nothing"
-    """There is no such loop, or nothing shows that it looks at anything."""
+    """There is no such loop, or nothing shows that it polls anything."""
     OUTSIDE = "outside"
     """A file, a service, a command: things that others change."""
     RANKS = "ranks"
@@ -189,7 +189,7 @@ class Polling(Enum):
     RETRY = "retry"
     """An attempt that fails: it sleeps in an `except`."""
     SPIN = "spin"
-    """It does not sleep, and does nothing between two looks."""
+    """It does not sleep, and does nothing between two polls."""
 
 
 class RankSample(Struct, frozen=True, array_like=True):
@@ -236,11 +236,11 @@ class RankSample(Struct, frozen=True, array_like=True):
     child_awaited: bool = False
     """One of its threads waits for a child."""
     main_moved_bytes: Count = 0
-    """Of moved_bytes, those of the main thread."""
+    """The part of moved_bytes that its main thread has read and written."""
     main_wrote_bytes: Count = 0
-    """Of these, those written: what it prints counts."""
+    """The part of main_moved_bytes that was written; its output counts."""
     awaited_bytes: Count = 0
-    """Of talked_bytes, those of the connection for which the main thread waits."""
+    """The part of talked_bytes of the connections for which the main thread has waited."""
     threads_awaited_bytes: Count = 0
     """The same for its other threads: a thread that sends something now and then sleeps in between."""
     broken_child: bool = False
@@ -249,7 +249,7 @@ class RankSample(Struct, frozen=True, array_like=True):
     """The exception that its main thread handles, and where it was raised; empty: none, or unknown."""
     polled: Polling = Polling.NOTHING
     polls: str = ""
-    """The call with which it looks, as the program writes it: `os.path.exists`."""
+    """The call with which it polls, as the program writes it: `os.path.exists`."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):
@@ -262,7 +262,7 @@ class RankStack(Struct, frozen=True, kw_only=True):
     state: str
     cpu_s: float
     stack: int
-    """Index in StacksView.stacks; -1: it did not answer."""
+    """Index of its stack in StacksView.stacks; -1: it did not answer."""
     note: str = ""
     file: str = ""
     source: str = ""
@@ -315,7 +315,7 @@ class RanksAtPlace(Struct, frozen=True, array_like=True):
 class Finding(Struct, frozen=True, kw_only=True):
     kind: HangKind
     code: str
-    """HF240 …; empty: there is nothing to explain."""
+    """The code of the verdict, such as HF240; empty: there is nothing to explain."""
     text: str
     """One or two lines."""
     culprits: tuple[Rank, ...] = ()
@@ -416,7 +416,7 @@ def is_library(file: str) -> bool:
 def program_frame(frames: Sequence[Frame]) -> int | None:
     """The index of the innermost frame of the program; None: there is none.
 
-    If the program itself is an installed package: of the innermost frame outside of Python and torch.
+    If the program itself is an installed package, it is the innermost frame outside of Python, torch and holdfast.
     """
     own = [index for index, frame in enumerate(frames) if not is_library(frame.file)]
     own = own or [index for index, frame in enumerate(frames) if not _MACHINERY.search(frame.file)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from holdfast.protocol.errors import UsageError
 
 RANKS_MAX = 1_000_000
-"""Number of ranks in one range."""
+"""Largest number of ranks in one range."""
 
 
 def ranks_of(texts: Sequence[str] | None, option: str = "--rank") -> set[int]:

@@ -24,12 +24,13 @@ def transcript(hello: bytes, nonce: bytes) -> bytes:
 
 
 def prove(token: bytes, role: Role, transcript: bytes) -> bytes:
-    """A proof that this side knows the token. The role prevents that a peer sends one side's proof back as its own."""
+    """A proof that this side knows the token. It contains the role, so that a peer cannot send one side's proof back as
+    its own."""
     return hmac.digest(token, b"holdfast proof of " + role.encode() + b"\0" + transcript, "sha256")
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Compares in constant time."""
+    """Compare in constant time: the duration must not show how many bytes are right."""
     return hmac.compare_digest(one, other)
 
 
@@ -47,9 +48,12 @@ class Seal:
         self._send_key = _direction_key(token, role, transcript)
         self._receive_key = _direction_key(token, other, transcript)
         self._sealed = 0
+        """Number of frames that were sealed."""
         self._opened = 0
+        """Number of frames that were opened."""
 
     def seal(self, payload: bytes) -> bytes:
+        """The payload with its MAC in front. Frames must be sent in the order of the calls."""
         mac = _mac(self._send_key, self._sealed, payload)
         self._sealed += 1
         return mac + payload

@@ -43,10 +43,11 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 32
 REFUSAL_MARK = b"REFUSED\n"
-"""Start of a refusal; no MessagePack array begins with it. Code, newline and text follow. Fixed for all versions."""
+"""Start of a refusal; no MessagePack array begins with it. Code, newline and text follow. It is the same in all
+versions."""
 REFUSAL_CHARS_MAX = 1000
 SHOWN_CHARS_MAX = 64
-"""Texts of a peer are cut to this length before they are shown."""
+"""Length to which texts of a peer are cut before they are shown (characters)."""
 
 
 class Fingerprint(Struct, frozen=True, array_like=True):
@@ -91,17 +92,18 @@ class Accepted(Struct, frozen=True, array_like=True, tag="accepted"):
     absent: bool = False
     """No coordinator is here."""
     address: str = ""
-    """If `absent`: where it is, as far as this agent knows; empty: unknown."""
+    """The coordinator's address if it is `absent`, as far as this agent knows; empty: unknown."""
     port: int = 0
     name: str = ""
     """The identity of the agent or witness that answers (`charter.Seat.name`)."""
     witness: bool = False
     term: int = 0
-    """Of the coordinator here."""
+    """The term of the coordinator here."""
     founded: bool = False
-    """It was not elected: the node at the endpoint founded the job, and the voters of an older start may elect."""
+    """The coordinator was not elected: the node at the endpoint founded the job, and the voters of an older start may
+    elect another one."""
     forms: bool = False
-    """It was not elected and has formed nothing yet: it has to know of any older start."""
+    """The coordinator was not elected and has formed no generation yet: agents report any older start to it."""
 
 
 T = TypeVar("T")
@@ -123,14 +125,14 @@ class Handshake:
         self.error: HoldfastError | None = None
         self.seal: Seal | None = None
         self.accepted = Accepted(PROTOCOL_VERSION)
-        """What the accepting side says of itself; valid once `done`."""
+        """The answer of the accepting side, about itself; valid once `done`."""
 
     def opening(self) -> list[bytes]:
         """Payloads to send before anything was received."""
         return []
 
     def meet(self, version: int) -> list[bytes]:
-        """The peer's preamble has arrived."""
+        """Handle the version in the peer's preamble. Returns the payloads to send now."""
         raise NotImplementedError
 
     def receive(self, payload: bytes) -> list[bytes]:
@@ -196,14 +198,14 @@ class ClientHandshake(Handshake):
             raise ProtocolError("an unexpected challenge")
         from holdfast.protocol.seal import Seal, prove, same, transcript  # hashing is loaded only for a token
 
-        said = transcript(self._hello, challenge.nonce)
-        if not same(challenge.proof, prove(self._token, "coordinator", said)):
+        covered = transcript(self._hello, challenge.nonce)
+        if not same(challenge.proof, prove(self._token, "coordinator", covered)):
             # The coordinator gets the reason for its log. It says nothing that a stranger does not know already.
             text = _token_differs_text(self._name)
             self.error = RefusedError(text)
             return [write_refusal(AuthenticationError.code, text)]
-        self.seal = Seal(self._token, "agent", said)
-        return [_encoder.encode(Proof(prove(self._token, "agent", said)))]
+        self.seal = Seal(self._token, "agent", covered)
+        return [_encoder.encode(Proof(prove(self._token, "agent", covered)))]
 
 
 class ServerHandshake(Handshake):
@@ -216,13 +218,15 @@ class ServerHandshake(Handshake):
         nonce: bytes,
         answer: Callable[[Hello], Accepted] = lambda _: Accepted(PROTOCOL_VERSION),
     ) -> None:
-        """`job` None: any job is welcome (a witness). `answer`: the state of this side when the peer is accepted."""
+        """`job` None: any job is welcome (a witness). `answer` makes the Accepted for a peer."""
         super().__init__(token)
         self._job = job
         self._answer = answer
         self._nonce = nonce
-        self._said = b""
+        self._transcript = b""
+        """The text that proofs cover."""
         self.hello: Hello | None = None
+        """The peer's hello; None: it has not come yet."""
 
     def meet(self, version: int) -> list[bytes]:
         if version == PROTOCOL_VERSION:
@@ -230,9 +234,9 @@ class ServerHandshake(Handshake):
         return self._refuse(RefusedError(_version_text(ours=PROTOCOL_VERSION, theirs=version, name="the node")))
 
     def _receive(self, payload: bytes) -> list[bytes]:
-        return self._hear_hello(payload) if self.hello is None else self._hear_proof(payload)
+        return self._handle_hello(payload) if self.hello is None else self._handle_proof(payload)
 
-    def _hear_hello(self, payload: bytes) -> list[bytes]:
+    def _handle_hello(self, payload: bytes) -> list[bytes]:
         hello = _decode(_hello_decoder, payload)
         if len(hello.nonce) != NONCE_BYTES:
             raise ProtocolError("a hello with a malformed nonce")
@@ -244,10 +248,10 @@ class ServerHandshake(Handshake):
             return [self._accept(hello)]
         from holdfast.protocol.seal import prove, transcript  # hashing is loaded only for a token
 
-        self._said = transcript(payload, self._nonce)
-        return [_encoder.encode(Challenge(self._nonce, prove(self._token, "coordinator", self._said)))]
+        self._transcript = transcript(payload, self._nonce)
+        return [_encoder.encode(Challenge(self._nonce, prove(self._token, "coordinator", self._transcript)))]
 
-    def _hear_proof(self, payload: bytes) -> list[bytes]:
+    def _handle_proof(self, payload: bytes) -> list[bytes]:
         assert self._token is not None  # without a token the handshake is over with the hello
         assert self.hello is not None
         from holdfast.protocol.seal import Seal, prove, same
@@ -257,12 +261,13 @@ class ServerHandshake(Handshake):
             self.error = AuthenticationError(refusal[1])
             return []
         proof = _decode(_proof_decoder, payload)
-        if not same(proof.proof, prove(self._token, "agent", self._said)):
+        if not same(proof.proof, prove(self._token, "agent", self._transcript)):
             return self._refuse(AuthenticationError(_token_differs_text(_shown(self.hello.host))))
+        # The job is compared only now: a refusal names its values, which a stranger must not get.
         contradiction = self._contradiction(self.hello)
         if contradiction is not None:
             return self._refuse(RefusedError(contradiction))
-        self.seal = Seal(self._token, "coordinator", self._said)
+        self.seal = Seal(self._token, "coordinator", self._transcript)
         return [self.seal.seal(self._accept(self.hello))]
 
     def _accept(self, hello: Hello) -> bytes:
@@ -270,14 +275,15 @@ class ServerHandshake(Handshake):
         return _encoder.encode(self.accepted)
 
     def _unproven(self, hello: Hello) -> str | None:
-        """Why to refuse a peer that has not proved the token yet, without any value of the job; None: no reason."""
+        """The reason to refuse a peer that has not proved the token yet, without any value of the job; None: there is
+        none."""
         name = _shown(hello.host)
         if hello.version != PROTOCOL_VERSION:
             return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
         return None if hello.has_token else _token_presence_text(name=name, has_token=False)
 
     def _contradiction(self, hello: Hello) -> str | None:
-        """Why this node cannot belong to this job, most important first; None: it can."""
+        """The most important reason why this node cannot belong to this job; None: it can."""
         name = _shown(hello.host)
         if hello.version != PROTOCOL_VERSION:
             return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
@@ -293,7 +299,7 @@ class ServerHandshake(Handshake):
 
 
 def _differs(job: JobSpec, hello: Hello, name: str) -> str:
-    """How the job of this node differs from ours; empty: it does not."""
+    """The difference between the job of this node and ours, in words; empty: there is none."""
     if hello.run_id != _portable(job.run_id):
         return (
             f"this endpoint serves the job with --rdzv-id {_shown(job.run_id)}, "
@@ -314,7 +320,7 @@ def write_refusal(code: str, text: str) -> bytes:
 
 
 def read_refusal(payload: bytes) -> tuple[str, str] | None:
-    """(code, text) without control characters; None: the payload is not a refusal."""
+    """Code and text of a refusal, without control characters; None: the payload is not a refusal."""
     if not payload.startswith(REFUSAL_MARK):
         return None
     code, _, text = payload[len(REFUSAL_MARK) :].decode("utf-8", "replace").partition("\n")
@@ -370,6 +376,7 @@ class Session(Generic[Received]):
         self._handshake = handshake
         self._decode = decode
         self._first = bytearray()
+        """The beginning of the peer's preamble."""
         self._reader = FrameReader(HELLO_BYTES_MAX)
         self._messages: list[Received] = []
         self.met = False
@@ -379,7 +386,7 @@ class Session(Generic[Received]):
 
     @property
     def accepted(self) -> Accepted:
-        """What the accepting side says of itself; valid once `established`."""
+        """The answer of the accepting side, about itself; valid once `established`."""
         return self._handshake.accepted
 
     @property
@@ -388,13 +395,13 @@ class Session(Generic[Received]):
         return self._reader.torn or bool(self._first)
 
     def opening(self) -> bytes:
-        """What to send when the connection is made."""
+        """The bytes to send when the connection is made."""
         if not self._handshake.speaks_first:
             return b""
         return preamble() + b"".join(map(frame, self._handshake.opening()))
 
     def feed(self, data: bytes) -> bytes:
-        """Never raises. Returns the bytes to send now."""
+        """Take received bytes. Returns the bytes to send now. Never raises: see `error`."""
         if self.error is not None:
             return b""
         out = bytearray()
@@ -404,7 +411,7 @@ class Session(Generic[Received]):
                 data = self._meet(out)
             self._reader.push(data)
             while self.error is None and (payload := self._reader.pop()) is not None:
-                self._hear(payload, out)
+                self._handle(payload, out)
         except (ProtocolError, AuthenticationError) as error:
             self.error = error
         return bytes(out)
@@ -432,6 +439,7 @@ class Session(Generic[Received]):
         return frame(payload if seal is None else seal.seal(payload))
 
     def _meet(self, out: bytearray) -> bytes:
+        """Read the peer's preamble, if it has arrived. Returns the bytes that follow it."""
         version = read_preamble(self._first)
         if version is None:
             return b""
@@ -443,7 +451,7 @@ class Session(Generic[Received]):
         self._answer(self._handshake.meet(version), out)
         return rest
 
-    def _hear(self, payload: bytes, out: bytearray) -> None:
+    def _handle(self, payload: bytes, out: bytearray) -> None:
         if self.established:
             self._messages.append(self._open(payload))
         else:

@@ -1,5 +1,5 @@
-"""What the launcher and `holdfast.train` agree on: variables, the channel of `ht.survive`, and the programs of train
-that the launcher starts. PURE, standard library only.
+"""The contract between the launcher and `holdfast.train`: variables, the channel of `ht.survive`, and the programs of
+train that the launcher starts. PURE, standard library only.
 
 Neither side imports the other: train runs in the worker, under the user's Python, and the launcher starts what it needs
 of it by path. Both know in addition the errors (errors.py), the board (board_layout.py) and the shared-memory folder
@@ -30,7 +30,7 @@ from pathlib import Path
 
 
 class Survive(Enum):
-    """What the other workers do when one is lost (--survive). For workers that run in `ht.survive`."""
+    """The reaction of the other workers when one is lost (--survive), if they run in `ht.survive`."""
 
     SHRINK = "shrink"
     """They go on with fewer ranks, and a replacement joins when it is ready."""
@@ -43,15 +43,18 @@ class Survive(Enum):
 SURVIVE_VARIABLE = "HOLDFAST_SURVIVE"
 """The variable of --survive, also in workers: `ht.survive` says what it means, and checks that it can."""
 REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
-"""Set for a worker that is started while the others run: it gets its place when it is ready."""
+"""Variable of a worker that is started while the others run: it gets its place when it is ready."""
 WHY_CHARACTERS_MAX = 4096
-"""Of the reason why a worker cannot go on."""
+"""Limit of the reason why a worker cannot go on (characters)."""
 
 
 def channel_name(inode: int) -> bytes:
     """The name of the socket at which the agent listens for messages of the workers on this board, in the kernel's
-    abstract name space. `inode`: of the board's file. Two containers may share that name space and have agents with the
-    same process id; no two files in memory have the same inode."""
+    abstract name space. `inode`: that of the board's file.
+
+    Two containers may share that name space and have agents with the same process id, but no two files in memory have
+    the same inode.
+    """
     return b"\0holdfast-board-%d" % inode
 
 
@@ -60,14 +63,14 @@ def channel_name(inode: int) -> bytes:
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 STORE_SERVER = str(_PACKAGE / "train" / "store_server.py")
-"""Serves the TCPStores of one node. Its argument is the descriptor of its socket to the agent."""
+"""The program that serves the TCPStores of one node. Its argument is the descriptor of its socket to the agent."""
 CHECKUP = str(_PACKAGE / "train" / "checkup.py")
-"""Answers the doctor's questions to torch."""
+"""The program that answers the doctor's questions to torch."""
 
 SAVER_VARIABLE = "HOLDFAST_SAVER"
-"""In a worker's environment: `MEMORY_FOLDER@GENERATION@LOCAL_RANK`, the place of its slots and its saver."""
+"""Variable of a worker: `MEMORY_FOLDER@GENERATION@LOCAL_RANK`, the place of its slots and its saver."""
 FINISH_LIMIT_S = 120.0
-"""At the agent's end: how long to wait for saves in flight. A save that is not done then is an uncommitted attempt."""
+"""Limit for saves in flight at the agent's end (s). A save that is not done then is an uncommitted attempt."""
 _SAVER = (
     "import os, sys; sys.argv[3] == '-1' and os.fork() and os._exit(0); sys.path.insert(0, {root!r}); "
     "from holdfast.train.snapshots.saver import main; main()"

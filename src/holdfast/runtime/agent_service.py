@@ -5,8 +5,8 @@
                   │  └── RendezvousClient   link to the coordinator, or the coordinator if hosted here
                   └── Console, LogRouter, Journal, RunFolder
 
-Executes what the machine asks for; decides nothing. At the end it writes verdict.json and the agent's own error file:
-in a thread, for a disk may stall; a full disk costs these files and never the exit code.
+Executes what the machine asks for; decides nothing. At the end it writes verdict.json and the agent's own error file.
+It does so in a thread, because a disk may stall. If the disk is full, these files are missing; the exit code stays.
 """
 
 from __future__ import annotations
@@ -66,11 +66,14 @@ from holdfast.supervisor.worker_command import node_versions
 from holdfast.supervisor.worker_group import WorkerGroup
 from holdfast.text import visible
 
-TOLD_CHARACTERS = 200
+SOUGHT_CHARACTERS = 200
+"""Length of the beginning of a traceback's last line that is sought in the last screen."""
 OWN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def write_reports(outcome: Outcome, folder: Path | None) -> None:
+    """Write verdict.json into the run folder, and the culprit into the error file of this agent. Blocks; never raises
+    for a disk."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: words that are no text
         if folder is not None:
             _write(folder / "verdict.json", json.format(json.encode(outcome), indent=2))
@@ -97,11 +100,11 @@ def _write(path: Path, content: bytes) -> None:
 
 
 CONSOLE_STALL_S_MAX = 30.0
-"""At the end: a console that takes nothing for this long is abandoned; the files are complete."""
+"""Limit for a console that takes nothing at the end (s). Then it is abandoned; the files are complete."""
 CONSOLE_LAST_CHANCE_S_MAX = 1.0
-"""The same once it was abandoned, or when the user has pressed Ctrl-C while waiting for it."""
+"""The same limit once it was abandoned, or when the user has pressed Ctrl-C while waiting for it."""
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""The agent passes them to the workers, unless --signals-to-handle names them."""
+"""Signals that the agent passes to the workers, unless --signals-to-handle names them."""
 INCARNATION_BYTES = 4
 
 
@@ -116,8 +119,8 @@ class Finished(Struct, frozen=True):
 Render = Callable[[Finished], str]
 
 LOAD_AFTER_S = 0.2
-"""The imports for the end of a generation run this long after the first start of the workers, if they were not needed
-before: a job that ends at once does not pay for them, and a restart does not wait for them."""
+"""Time from the first start of the workers until the modules for the end of a generation are imported (s), if they were
+not needed before. A job that ends at once does not pay for them, and a restart does not wait for them."""
 
 
 def run_job(
@@ -172,7 +175,7 @@ async def _run_job(
             _write_end(journal, outcome)
             await asyncio.to_thread(write_reports, outcome, folder.path)
             text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
-            router.tell_elsewhere(_told_in(text, outcome))
+            router.hide_tracebacks(_explained_in(text, outcome))
             if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
                 stall_s = CONSOLE_LAST_CHANCE_S_MAX
         if text:
@@ -187,7 +190,8 @@ async def _run_job(
 
 
 async def _outcome(service: AgentService, journal: Journal, folder: RunFolder) -> Outcome:
-    """How the job ended. A fault of ours leaves a verdict like every other end, and is raised."""
+    """Run the service and return how the job ended. A fault of ours leaves a verdict like every other end, and is
+    raised."""
     try:
         return await service.run()
     except Exception as error:  # noqa: BLE001 - raised again below
@@ -206,7 +210,7 @@ def _write_end(journal: Journal, outcome: Outcome) -> None:
 
 
 def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
-    """The end in words. `render` is the caller's: a fault in it costs the words, not the exit code."""
+    """The end in words. `render` is the caller's: if it fails, simpler words are used, and the exit code stays."""
     try:
         return render(finished)
     except Exception as error:  # noqa: BLE001
@@ -216,14 +220,15 @@ def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
         return f"holdfast: {outcome.kind.value}, exit code {outcome.exit_code}{f': {why}' if why else ''}"
 
 
-def _told_in(text: str, outcome: Outcome) -> tuple[int, ...]:
-    """Ranks whose traceback is in the last screen, or whose logs it names for the traceback."""
+def _explained_in(text: str, outcome: Outcome) -> tuple[int, ...]:
+    """Ranks whose traceback is in the last screen, or whose logs the last screen names for it."""
     verdict = outcome.verdict
     if not text or verdict is None:
         return ()
     culprit = verdict.shown
     last = culprit.traceback.rstrip().rpartition("\n")[2] if culprit is not None else ""
-    shown = bool(last) and visible(last)[:TOLD_CHARACTERS] in text  # its middle may have been left out
+    # Its last line is sought, because the screen may leave out the middle.
+    shown = bool(last) and visible(last)[:SOUGHT_CHARACTERS] in text
     return (*verdict.victims, *((culprit.rank,) if culprit is not None and shown else ()))
 
 
@@ -260,9 +265,9 @@ class AgentService:
         self._how_others_join = options.how_others_join
         """A line about other versions of the command, shown once."""
         self._load: Callable[[], None] | None = load
-        """None: already called."""
+        """Imports the modules for the end of a generation; None: it was called already."""
         self._load_timer: asyncio.TimerHandle | None = None
-        """None: no worker has been started yet."""
+        """Calls `_load` after the first start of workers; None: no worker has been started yet."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
         self._registered = extensions
@@ -312,15 +317,18 @@ class AgentService:
             control = Control(self._control_requests.ask, self._journal)
             self._loop.set_exception_handler(self._crashed)
             handled = self._install_signals()
+
             try:
                 self._feed(Tick())
                 await control.open(self._options, self._folder, self._host)
                 outcome = await self._ended
             finally:
+                # The job is over here. First nothing new may begin; then the coordinator waits for its members; only
+                # then the workers' group and its supervisor end.
                 for signum in handled:
                     self._loop.remove_signal_handler(signum)
                     if signum in self._options.signals and signum != signal.SIGINT:
-                        # The outcome is known: the first signal must not cost the verdict. The second one ends us.
+                        # The outcome is known, and a signal must not lose the verdict. The second one ends us.
                         self._loop.add_signal_handler(signum, self._loop.remove_signal_handler, signum)
                 self._driver.stop()
                 if self._load_timer is not None:
@@ -354,7 +362,7 @@ class AgentService:
         return NodeExtensions(self._registered, own, self._send, self._journal.fault)
 
     def _outcome(self) -> Outcome | None:
-        """None: there is no outcome yet, or a fault of ours in its place."""
+        """The outcome; None: there is none yet, or a fault of ours in its place."""
         ended = self._ended
         return ended.result() if ended.done() and not ended.cancelled() and ended.exception() is None else None
 
@@ -363,7 +371,7 @@ class AgentService:
         return self._worker_group.progress() if self._worker_group is not None else ()
 
     def view(self) -> JobView | None:
-        """The coordinator's view of the job; None where it does not run here."""
+        """The coordinator's view of the job; None: it does not run here."""
         coordinator = self._rendezvous.coordinator
         return coordinator.machine.view(self._loop.time()) if coordinator is not None else None
 
@@ -408,7 +416,7 @@ class AgentService:
         """A fault of ours in a callback ends this agent loudly; asyncio would log it and leave the job hanging."""
         error = fault_of(context)
         if error is None:
-            self._troubles.met(context)
+            self._troubles.report(context)
         elif not self._ended.done():
             self._ended.set_exception(error)
         else:
@@ -428,7 +436,8 @@ class AgentService:
             self._console.say(text)
 
     def _extended(self, message: Extended) -> None:
-        """A message for an extension. One that its half does not know is the coordinator's error, as any other."""
+        """Pass a message to an extension. If its half here does not know it, the coordinator is at fault, and the link
+        is cut as for any other invalid message."""
         assert self._extensions is not None
         try:
             self._extensions.heard(message)
@@ -474,7 +483,7 @@ class AgentService:
                     link.close(reason)
             case Say(text, victims):
                 if victims is not None:
-                    self._router.tell_elsewhere(victims)
+                    self._router.hide_tracebacks(victims)
                 self._console.say(text)
             case Note(event, fields):
                 self._journal.write(f"agent.{event}", **fields)
@@ -527,6 +536,7 @@ class AgentService:
             self._journal.fault("load", error)
 
     async def _dial(self, node: NodeSpec) -> None:
+        """Make one attempt to reach the coordinator. Ends in Dialed or DialFailed."""
         answer = await self._rendezvous.connect(node)
         if isinstance(answer, DialFailed):
             self._feed(answer)

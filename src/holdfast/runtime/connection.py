@@ -37,16 +37,18 @@ from holdfast.text import is_loopback
 
 HANDSHAKE_S_MAX = 5.0
 CONNECT_S_MAX = 3.0
-"""Per address; long enough for one lost SYN."""
+"""Limit for a connection to one address (s); long enough for one lost SYN."""
 READ_BYTES = 64 * 1024
-"""Read at once. asyncio's own reads ask the system for memory and return it, each time: a third of a ping's cost."""
+"""Size of our buffer for reads. asyncio's own reads get memory from the system and return it, each time: a third of a
+ping's cost."""
 CLOSE_S_MAX = 5.0
-"""A closed connection may take this long to send the rest, then it is cut."""
+"""Limit for a closed connection to send the rest (s); then it is cut."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
+"""TCP keep-alive: the first probe after this silence (s), the time between probes (s), and their number."""
 TURNS_MAX = 4
-"""So many agents in a row may say that the coordinator is elsewhere."""
+"""Number of agents in a row that may answer that the coordinator is elsewhere."""
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024
-"""A peer that leaves this much unread is treated as lost."""
+"""Length of unsent data from which a peer that does not read is treated as lost (bytes)."""
 
 Received = TypeVar("Received")
 P = ParamSpec("P")
@@ -70,7 +72,7 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
         on_handshake: Callable[[Connection[Received], HoldfastError | None], None],
         buffer: bytearray | None = None,
     ) -> None:
-        """`buffer`: for reading; connections of one loop may share it."""
+        """`buffer`: the buffer for reads; connections of one loop may share it."""
         self._session = session
         self._buffer = memoryview(buffer or bytearray(READ_BYTES))
         self._on_handshake: Callable[[Connection[Received], HoldfastError | None], None] | None = on_handshake
@@ -78,11 +80,14 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
         self._on_closed: Callable[[str], None] | None = None
         self._transport: asyncio.Transport | None = None
         self._waiting: deque[Received] = deque()
+        """Messages that were received and not delivered yet."""
         self._reason = ""
+        """The first reason to end the connection; empty: it is open."""
         self._lost = False
+        """The transport is over."""
         self._close_timer: asyncio.TimerHandle | None = None
         self.peer_address = ""
-        """Numeric, as the kernel reports the peer."""
+        """The peer's numeric address, as the kernel reports it."""
         self.peer_port = 0
         self.local_address = ""
         self.ended_by_peer = False
@@ -95,12 +100,12 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
 
     @property
     def accepted(self) -> Accepted:
-        """What the side that accepted says of itself."""
+        """The answer of the side that accepted, about itself."""
         return self._session.accepted
 
     @property
-    def heard(self) -> bool:
-        """Whether the peer has proved to be a holdfast process."""
+    def peer_is_holdfast(self) -> bool:
+        """Whether the peer has proved to be a holdfast process, perhaps of another version."""
         return self._session.met
 
     def start(self, on_message: Callable[[Received], None], on_closed: Callable[[str], None]) -> None:
@@ -112,7 +117,7 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
         asyncio.get_running_loop().call_soon(self._begin)
 
     def send(self, message: Struct) -> None:
-        """Send a message; never blocks. Dropped when the connection is over: `on_closed` reports that."""
+        """Send a message without waiting. It is dropped when the connection is over: `on_closed` reports that."""
         transport = self._transport
         if transport is None or self._reason:
             return
@@ -123,7 +128,8 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
             self.abort("the peer does not read what is sent to it")
 
     def close(self, reason: str = "closed here") -> None:
-        """End the connection once all messages are sent, CLOSE_S_MAX at most. No message is delivered after it."""
+        """End the connection once all messages are sent, after at most CLOSE_S_MAX. No message is delivered after
+        it."""
         self._waiting.clear()
         self._shut(reason)
 
@@ -156,24 +162,27 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
         transport = self._transport
         if transport is None or self._reason:
             return
+
+        # The short way for a ping: exactly one message, with no other before it.
         if self._on_message is not None and not self._waiting:
             message = self._session.only(data)
             if message is not None:
                 self._waiting.append(message)
                 self._deliver()
                 return
+
         answer = self._session.feed(data)
         if answer:
             transport.write(answer)
         self._waiting.extend(self._session.take())
         if self._on_handshake is not None and self._session.established:
-            self._tell_handshake(None)
-        if self._on_message is None and self._waiting:
+            self._end_handshake(None)
+        if self._on_message is None and self._waiting:  # not started yet: a peer must not fill our memory
             transport.pause_reading()
         self._deliver()
         if self._session.error is not None:
             self._shut(str(self._session.error))
-            self._tell_handshake(self._session.error)
+            self._end_handshake(self._session.error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
@@ -184,10 +193,11 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
             self.ended_by_peer = exc is None or isinstance(exc, (ConnectionResetError, BrokenPipeError))
             torn = " in the middle of a frame" if self._session.torn else ""
             self._reason = f"the connection broke: {exc}" if exc else f"the peer closed the connection{torn}"
-        self._tell_handshake(PeerError(self._reason))
+        self._end_handshake(PeerError(self._reason))
         self._deliver()
 
     def _shut(self, reason: str) -> None:
+        """Close the transport once all is sent, if this is the first reason to end."""
         if self._transport is None or self._reason:
             return
         self._reason = reason
@@ -200,7 +210,7 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Deliver the received messages, once the connection is started."""
+        """Deliver the received messages, and then the end, if the connection is started."""
         if self._on_message is None:
             return
         try:
@@ -212,7 +222,7 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
             on_closed, self._on_closed = self._on_closed, None
             _call(on_closed, self._reason)
 
-    def _tell_handshake(self, error: HoldfastError | None) -> None:
+    def _end_handshake(self, error: HoldfastError | None) -> None:
         if self._on_handshake is not None:
             on_handshake, self._on_handshake = self._on_handshake, None
             _call(on_handshake, self, error)
@@ -228,8 +238,8 @@ def tune(sock: socket.socket) -> None:
 
 
 def _call(callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call back so that an OSError is not mistaken: asyncio takes one from a protocol for the end of its connection and
-    hides it, but a fault of ours in handling a message must be reported."""
+    """Call back, and turn an OSError into a fault of ours. asyncio takes an OSError from a protocol for the end of its
+    connection and hides it, but a fault in handling a message must be reported."""
     try:
         callback(*args, **kwargs)
     except OSError as error:
@@ -248,7 +258,8 @@ async def dial(
     *,
     handshake_s_max: float = HANDSHAKE_S_MAX,
 ) -> Connection[FromCoordinator]:
-    """Return an accepted connection to the job's coordinator. An agent without it names the place where it is.
+    """Return an accepted connection to the job's coordinator. An agent that does not have the coordinator answers where
+    it is, and is not the end of the search.
 
     Raises what `dial_endpoint` raises.
     """
@@ -297,16 +308,17 @@ async def dial_endpoint(
       CoordinatorUnreachableError   no process listens, or it went away; try again
       UnresolvedHostError           the name does not resolve (yet); try again
     """
-    met: list[HoldfastError] = []
+    errors: list[HoldfastError] = []
     for family, address in await _resolve(endpoint):
         try:
             return await _dial_address(family, address, endpoint, session(), handshake_s_max)
         except (CoordinatorUnreachableError, PortInUseError) as error:
-            met.append(error)
-    foreign = [error for error in met if isinstance(error, PortInUseError)]
+            errors.append(error)
+    # A program that answers in another way says more than one that is silent, and both say more than no listener.
+    foreign = [error for error in errors if isinstance(error, PortInUseError)]
     if foreign:
         raise next((error for error in foreign if not isinstance(error, NoAnswerError)), foreign[0])
-    raise CoordinatorUnreachableError(f"no coordinator at {endpoint}: {'; '.join(map(str, met))}")
+    raise CoordinatorUnreachableError(f"no coordinator at {endpoint}: {'; '.join(map(str, errors))}")
 
 
 async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
@@ -365,13 +377,13 @@ async def _dial_address(
         # coordinator.
         foreign = bool(holder) and "holdfast" not in holder
         raise (PortInUseError if foreign else NoAnswerError)(what + holder) from None
-    except BaseException:  # cancelled: we must close the socket
+    except BaseException:  # cancelled: nothing else closes the socket
         connection.abort()
         raise
     if error is None:
         return connection
     connection.close()
-    if isinstance(error, ProtocolError) and not connection.heard:
+    if isinstance(error, ProtocolError) and not connection.peer_is_holdfast:
         what = f"another service listens at {endpoint}: {error}"
         raise PortInUseError(what + _holder(connection, endpoint.port))
     if type(error) is PeerError:
@@ -380,7 +392,7 @@ async def _dial_address(
 
 
 async def connect(family: int, address: tuple[Any, ...], limit_s: float = CONNECT_S_MAX) -> socket.socket:
-    """Connect. Raises OSError, of which TimeoutError is one; `why` puts it into words."""
+    """Connect. Raises OSError, also TimeoutError, which is one; `why` puts it into words."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, socket.IPPROTO_TCP)
     try:
         async with asyncio.timeout(limit_s):
@@ -396,7 +408,7 @@ async def connect(family: int, address: tuple[Any, ...], limit_s: float = CONNEC
 
 
 async def nobody_listens(endpoint: Endpoint, limit_s: float) -> bool:
-    """Whether its machine answers that no process listens there. False also if nothing answers."""
+    """Whether the endpoint's machine answers that no process listens there. False: one does, or nothing answers."""
     places = await _resolve(endpoint)
     for family, address in places:
         try:
@@ -410,18 +422,19 @@ async def nobody_listens(endpoint: Endpoint, limit_s: float) -> bool:
 
 
 def why(error: OSError) -> str:
-    """The system's words for this error: asyncio replaces them by its own."""
+    """The system's words for this error, which asyncio replaces by its own."""
     return os.strerror(error.errno).lower() if error.errno else str(error)
 
 
 def _check_not_itself(sock: socket.socket) -> None:
-    """Where no process listens on a port that the kernel may pick for clients, it can connect a socket to itself."""
+    """Refuse a socket that is connected to itself. The kernel can do that at a port that it may pick for clients, when
+    no process listens there."""
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _holder(connection: Connection[Any], port: int) -> str:
-    """The process that holds a port, when the port is this machine's."""
+    """The process that holds a port, in words; empty: it is unknown, or the port is another machine's."""
     if connection.peer_address != connection.local_address:
         return ""
     holder = who_holds(port)
@@ -429,7 +442,7 @@ def _holder(connection: Connection[Any], port: int) -> str:
 
 
 def seen_from_here(address: str, peer_address: str) -> str:
-    """An address that a peer names: loopback is meant as seen from the peer."""
+    """The address that a peer names, as seen from here: its loopback is the peer's own machine."""
     return peer_address if is_loopback(address) else address
 
 

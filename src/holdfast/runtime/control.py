@@ -33,14 +33,15 @@ from holdfast.runtime.running import ASKED_S, NodeEnd, Reply
 REQUEST_BYTES_MAX = ABOUT_BYTES_MAX
 BY_CHARACTERS_MAX = 200
 ASKED_S_MAX = 3600.0
-"""A command may wait this long for an answer."""
+"""Longest time for which a command may wait for an answer (s)."""
 REQUEST_S_MAX = 5.0
-"""From the connection to the end of the question."""
+"""Limit from the connection to the end of the question (s)."""
 TAKE_S_MAX = 10.0
-"""A client may take this long to read its answer."""
+"""Limit for a client to read its answer (s)."""
 CLIENTS_MAX = 32
-FAREWELL_S_MAX = 1.0
-"""At the end: for answers in progress, and for the removal of socket and entry."""
+"""Number of clients that are answered at the same time."""
+CLOSE_S_MAX = 1.0
+"""Limit at the end for answers in progress, and for the removal of socket and entry (s)."""
 
 
 class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,11 +50,11 @@ class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ask: Annotated[str, msgspec.Meta(max_length=QUESTION_CHARS_MAX)] | None = None
     """None: the question how the agent ends, answered at its end."""
     by: Annotated[str, msgspec.Meta(max_length=BY_CHARACTERS_MAX)] = ""
-    """Who asks, in words; empty: the command of the question's name."""
+    """The asker, in words; empty: the command of the question's name."""
     about: msgspec.Raw = msgspec.Raw(b"{}")
-    """For the extension that answers."""
+    """The subject of the question, as JSON. Only the extension that answers reads it."""
     within_s: Annotated[float, msgspec.Meta(ge=0, le=ASKED_S_MAX)] = ASKED_S
-    """How long the command waits."""
+    """Time for which the command waits (s)."""
 
 
 Answerer = Callable[[Question], Awaitable[Reply]]
@@ -69,7 +70,9 @@ class Control:
         self._entry: running.WrittenEntry | None = None
         self._socket = ""
         self._tasks: set[asyncio.Task[Any]] = set()
+        """Clients that are being answered."""
         self._ended: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
+        """The end of the agent; its result is None after a fault of ours."""
 
     async def open(self, options: RunOptions, folder: RunFolder, host: str) -> None:
         """Listen, and then publish the socket. Never raises."""
@@ -114,9 +117,9 @@ class Control:
         if not (self._entry or self._socket):
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_S_MAX):
+            async with asyncio.timeout(CLOSE_S_MAX):
                 try:
-                    await run_detached(self._remove)  # before the socket closes: what is in the list can be asked
+                    await run_detached(self._remove)  # before the socket closes: every job in the list can be asked
                 finally:
                     if self._server is not None:
                         self._server.close()
@@ -179,7 +182,7 @@ class Control:
                 line = await reader.readline()
         except (TimeoutError, ValueError):
             return Reply(code=ControlRefusedError.code, text="no question within the limits of time and size")
-        # Only after reading, also for a refused client: a client whose socket is closed early cannot read the reason.
+        # The question is read before any refusal: a client whose socket is closed early cannot read the reason.
         if not line:
             return None
         if _peer_uid(writer) not in (0, os.geteuid()):

@@ -22,8 +22,11 @@ UNANSWERED = "the coordinator does not answer"
 
 
 class ControlRequests:
-    """The questions of commands on one agent. `send` puts a message on the link to the coordinator; False when there is
-    none. `alone` gives this node's own answer; None: it has none."""
+    """The questions of commands on one agent.
+
+    `send` puts a message on the link to the coordinator, and returns False if there is none. `alone` returns this
+    node's own answer; None: it has none.
+    """
 
     def __init__(
         self, send: Callable[[FromAgent], bool], alone: Callable[[Question], Awaitable[bytes | None]], host: str
@@ -35,7 +38,7 @@ class ControlRequests:
         self._open: dict[int, asyncio.Future[Answer]] = {}
 
     async def ask(self, question: Question) -> Reply:
-        """`by` empty: the command of the question's name asks."""
+        """The answer to a question. If its `by` is empty, the command of the question's name asks."""
         by = f"{question.by or f'holdfast {question.name}'} on {self._host}"
         question = msgspec.structs.replace(question, by=by)
         answer = await self._ask_coordinator(question)
@@ -50,7 +53,7 @@ class ControlRequests:
             waiting.set_result(answer)
 
     def link_lost(self) -> None:
-        """Open questions get no answer from the coordinator."""
+        """End the wait of all open questions: the coordinator will not answer them."""
         for waiting in self._open.values():
             waiting.cancel()
 

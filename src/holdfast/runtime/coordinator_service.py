@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from holdfast.runtime.listener import AgentConnection, Listener, StoreProxy
 
 LINGER_S = 5.0
-"""After the end of the job: how long members may take to receive the outcome and disconnect."""
+"""Limit for the members to receive the outcome and disconnect after the end of the job (s)."""
 
 
 class CoordinatorLink(Protocol):
@@ -75,12 +75,12 @@ class LocalLink:
             self._loop.call_soon(self._service.link_closed, self._number, reason)
 
     def deliver(self, message: FromCoordinator) -> None:
-        """A message of the coordinator."""
+        """Give the agent a message of the coordinator."""
         if self._open and self._on_message is not None:
             self._on_message(message)
 
     def cut(self, reason: str) -> None:
-        """The coordinator has closed the link."""
+        """Report to the agent that the coordinator has closed the link."""
         if self._open and self._on_closed is not None:
             self._open = False
             self._on_closed(reason)
@@ -107,10 +107,14 @@ class CoordinatorService:
         self._journal = journal
         self._say = say
         self._links: dict[int, AgentLink] = {}
+        """Every open link, by its number."""
         self._remote: set[int] = set()
+        """Numbers of the links of remote agents."""
         self._number = 0
+        """The number of the newest link."""
         self._loop = asyncio.get_running_loop()
         self._alone = asyncio.Event()
+        """Set while no remote agent is connected."""
         self._alone.set()
         self._listener: Listener | None = None
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, on_fault=self._broken)
@@ -152,9 +156,11 @@ class CoordinatorService:
         self._driver.feed(LinkOpened(number, connection.peer_address, connection.local_address))
 
     def heard(self, number: int, message: FromAgent) -> None:
+        """Handle a message that arrived on this link."""
         link = self._links.get(number)
         if link is None:
             return
+        # Nearly all messages of a large job are pings. Those that need no decision skip the queue of the driver.
         if isinstance(message, Ping) and not self._driver.stopped:
             pong = self.machine.pong(self._loop.time(), number, message)
             if pong is not None:
@@ -167,8 +173,8 @@ class CoordinatorService:
             self._driver.feed(LinkClosed(number, reason))
 
     async def close(self) -> None:
-        """End the coordinator: at once while the job continues without us, else when every member has received the
-        outcome."""
+        """End the coordinator. If the job is over, wait first until every member has received the outcome; if the job
+        continues without us, end at once."""
         if self.machine.outcome is not None:
             try:
                 async with asyncio.timeout(LINGER_S):
@@ -194,14 +200,15 @@ class CoordinatorService:
         return self._number
 
     def _forget(self, number: int) -> bool:
+        """Remove a link that was closed. Returns whether it was open."""
         self._remote.discard(number)
         if not self._remote:
             self._alone.set()
         return self._links.pop(number, None) is not None
 
     def _broken(self, error: HoldfastError, event: Event) -> None:
-        """The machine cannot continue: cut off the sender of the event that broke it, and tell all others that the job
-        is over."""
+        """End the job, because the machine has failed at an event: cut off the sender of the event, and send all others
+        that the job is over."""
         self._journal.write("coordinator.fault", error=str(error))
         if isinstance(event, Heard) and (sender := self._links.pop(event.link, None)) is not None:
             sender.close("its message broke the coordinator")

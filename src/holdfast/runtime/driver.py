@@ -23,15 +23,15 @@ from holdfast.protocol.errors import HoldfastError, InternalError, PlatformError
 
 OUR_PACKAGE = "holdfast"
 NO_THREAD = "can't start new thread"
-"""Python's message."""
-SAID_INTERVAL_S = 60.0
-"""The same error is reported once in this time, however often asyncio meets it."""
+"""Python's message when no thread can be started. The exception has no number or type of its own."""
+REPORT_INTERVAL_S = 60.0
+"""Time in which the same error is reported once, however often asyncio meets it (s)."""
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 Event = TypeVar("Event")
 Command = TypeVar("Command")
 STORY_EVENTS_MAX = 40
-"""The report of a machine's crash lists this many events before it."""
+"""Number of events before a machine's crash that its report lists."""
 
 
 class StateMachine(Protocol[In_contra, Out_co]):
@@ -51,8 +51,8 @@ class Driver(Generic[Event, Command]):
         after: Callable[[], None] | None = None,
         on_fault: Callable[[HoldfastError, Event], None] | None = None,
     ) -> None:
-        """`after` is called when the commands that an event caused have been given; `on_fault` once, when machine or
-        shell failed at an event: no other event is handled after that."""
+        """`after` is called when the commands of an event have been executed. `on_fault` is called once, when the
+        machine or its shell has failed at an event: no other event is handled after that."""
         self.machine = machine
         self._after = after
         self._on_fault = on_fault
@@ -60,8 +60,11 @@ class Driver(Generic[Event, Command]):
         self._execute = execute
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Event] = deque()
+        """Events that came while another one was being handled."""
         self._story: deque[tuple[float, Event]] = deque(maxlen=STORY_EVENTS_MAX)
+        """The newest events, each with its time."""
         self._busy = False
+        """An event is being handled: its commands may feed others, which must not interrupt it."""
         self.stopped = False
         """It handles no more events: it was stopped, or has failed."""
         self._timer: asyncio.TimerHandle | None = None
@@ -118,6 +121,7 @@ class Driver(Generic[Event, Command]):
         return InternalError(f"{name} {broke}\n  {story}")
 
     def _arm(self) -> None:
+        """Set the timer to the machine's next deadline."""
         if self.stopped:
             return
         deadline = self.machine.next_deadline()
@@ -181,18 +185,20 @@ def describe(error: BaseException) -> str:
 
 
 class Troubles:
-    """Reports errors that asyncio met and retries, once in a while."""
+    """Reports errors that asyncio meets and retries by itself, each at most once in REPORT_INTERVAL_S."""
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float]) -> None:
         self._say = say
         self._now = now
-        self._said: dict[str, float] = {}
+        self._reported_s: dict[str, float] = {}
+        """The time of the newest report of each error, by its text."""
 
-    def met(self, context: Mapping[str, Any]) -> None:
+    def report(self, context: Mapping[str, Any]) -> None:
+        """Report the error of this context of the loop's exception handler."""
         error = context.get("exception")
         what = str(context.get("message") or "trouble").partition("\n")[0]
         text = f"{what}: {describe(error)}" if isinstance(error, BaseException) else what
         now = self._now()
-        if now - self._said.get(text, -SAID_INTERVAL_S) >= SAID_INTERVAL_S:
-            self._said[text] = now
+        if now - self._reported_s.get(text, -REPORT_INTERVAL_S) >= REPORT_INTERVAL_S:
+            self._reported_s[text] = now
             self._say(text)

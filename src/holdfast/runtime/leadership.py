@@ -5,7 +5,7 @@ measured on our own clock, from the start of the last call that renewed it; etcd
 first. The clock continues while the process is stopped or the machine sleeps.
 
 `ElectedService` is the coordinator's shell: it sends messages only while the lease is fresh, and starts a new
-generation only when its number was written down for the next leader.
+generation only when its number was written into the storage for the next leader.
 
 `ElectedClient` connects this process: it dials the agent that holds the lease, or takes the lease. It binds first and
 publishes after. The agent machine decides when to try again and when to give up.
@@ -44,16 +44,18 @@ from holdfast.runtime.coordinator_service import CoordinatorLink, CoordinatorSer
 
 RENEWALS_PER_LEASE = 5
 HELD_PER_LEASE = 0.8
-"""After this share of the lease without a renewal we step down. The rest is the margin before another agent can take
+"""Share of the lease without a renewal after which we step down. The rest is the margin before another agent can take
 it."""
 FRESH_PER_LEASE = 0.4
-"""After this share of the lease nothing is sent until it is renewed: the agents' own fences begin to count."""
+"""Share of the lease without a renewal after which nothing is sent until it is renewed: each answer of ours would begin
+the fence of an agent that may outlive our lease."""
 RETRY_S = 0.1
 RESIGN_S_MAX = 3.0
-"""At the end: etcd may be unreachable, and then the lease simply runs out."""
+"""Limit for giving the key back at the end (s). etcd may be unreachable, and then the lease runs out."""
 
 
 def clock_s() -> float:
+    """The time on a clock that continues while the machine sleeps (s)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -70,7 +72,9 @@ class LeaseHolder:
         self._ttl_s = ttl_s
         self._clock = clock
         self._renewed_s = began_s
+        """The time at which the newest call began that has renewed the lease (s of `clock`)."""
         self._over = ""
+        """The reason why the lease is over; empty: it is not, as far as is known."""
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-etcd-lease", daemon=True)
@@ -94,9 +98,11 @@ class LeaseHolder:
             return self._over
 
     def holds(self) -> bool:
+        """Whether we still lead."""
         return not self.over
 
     def fresh(self) -> bool:
+        """Whether messages may be sent now."""
         return not self.over and self._clock() - self._renewed_s < FRESH_PER_LEASE * self._ttl_s
 
     def left_s(self) -> float:
@@ -104,12 +110,13 @@ class LeaseHolder:
         return max(0.0, self._renewed_s + HELD_PER_LEASE * self._ttl_s - self._clock())
 
     def tail_s(self, fence_s: float) -> float:
-        """Seconds after the end of our key for which a worker may still live, if we were the last to answer its agent:
-        that agent's fence began while our lease was fresh."""
+        """The time after the end of our key for which a worker may still live (s), if its agent's last answer came from
+        us: that agent's fence began while our lease was fresh."""
         return max(0.0, fence_s - (1 - FRESH_PER_LEASE) * self._ttl_s)
 
     def remember(self, memory: Memory, done: Callable[[bool], None]) -> None:
-        """Write the memory. Calls `done(True)` on the loop when it is written, `done(False)` when it could not be."""
+        """Write the memory for the next leader. Calls `done(True)` on the loop when it is written, `done(False)` when
+        it could not be."""
 
         def job() -> None:
             written = False
@@ -117,13 +124,15 @@ class LeaseHolder:
                 written = self._leader_lease.remember(memory)
                 if not written:
                     self._lose("another agent owns the coordinator's key now")
-            self._tell(lambda: done(written))
+            self._call_on_loop(lambda: done(written))
 
         self._jobs.put(job)
 
     def leave(self, memory: Memory | None, *, forget: bool = False) -> None:
-        """Give the key back with this last memory. Blocks, RESIGN_S_MAX at most. `forget`: the job is over, and leaves
-        nothing; with neither, the lease runs out."""
+        """Give the key back with this last memory, and end the thread. Blocks for at most RESIGN_S_MAX.
+
+        `forget`: the job is over, and leaves no memory. Without a memory and without `forget` the lease runs out.
+        """
 
         def job() -> None:
             with contextlib.suppress(EtcdError):
@@ -151,7 +160,7 @@ class LeaseHolder:
         self._api.close()
 
     def _renew(self) -> float:
-        """Renew the lease. Returns when to renew it again."""
+        """Renew the lease. Returns the time of the next renewal (s of `clock`); inf: the lease is over."""
         if self.over:
             return inf
         began_s = self._clock()
@@ -166,18 +175,18 @@ class LeaseHolder:
             return inf
         with self._lock:
             self._renewed_s = began_s
-        self._tell(self._on_news)
+        self._call_on_loop(self._on_news)
         return began_s + self._ttl_s / RENEWALS_PER_LEASE
 
     def _lose(self, why: str) -> None:
         with self._lock:
             self._over = self._over or why
-        self._tell(self._on_news)
+        self._call_on_loop(self._on_news)
 
-    def _tell(self, news: Callable[[], None]) -> None:
+    def _call_on_loop(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(news)
+            self._loop.call_soon_threadsafe(call)
 
 
 def _nothing() -> None:
@@ -199,13 +208,16 @@ class ElectedService(CoordinatorService):
         self._elected = machine
         self._on_over: Callable[[str], None] | None = on_over
         self._outbox: deque[Tell | DropLink] = deque()
+        """Commands that wait for a fresh lease, or for the memory of a generation, in order."""
         self._remembered = 0
+        """The newest generation that is written for the next leader."""
         self._remembering = False
+        """A generation is being written."""
         super().__init__(machine, journal, say)
         self._timer = asyncio.get_running_loop().call_later(lease_holder.left_s(), self.look)
 
     def look(self) -> None:
-        """The lease was renewed or lost, or its time must be checked."""
+        """Check the lease. Called when it was renewed or lost, and when its time may be over."""
         if self._on_over is None:
             return
         self._timer.cancel()
@@ -219,8 +231,7 @@ class ElectedService(CoordinatorService):
         self._flush()
 
     def final_record(self) -> Memory | None:
-        """The memory that the next leader must observe when we step down by ourselves; None: nothing was ever
-        started."""
+        """The memory for the next leader when we step down by ourselves; None: no generation was ever started."""
         machine = self._elected
         generation = max(machine.newest_generation, self._remembered)
         if not generation:
@@ -235,7 +246,8 @@ class ElectedService(CoordinatorService):
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Tell(_, Finish()):  # decided while the lease held: it starts nothing, and waiting agents end
+            # The end was decided while the lease held, and starts nothing. It needs no fresh lease.
+            case Tell(_, Finish()):
                 super()._execute(command)
             case Tell() | DropLink():
                 self._outbox.append(command)
@@ -244,6 +256,8 @@ class ElectedService(CoordinatorService):
                 super()._execute(command)
 
     def _flush(self) -> None:
+        """Execute the commands that wait, as far as the lease allows. A generation must be in the memory before any
+        agent gets it: the next leader's fence and numbers depend on it."""
         while self._outbox and self._lease_holder.fresh() and not self._remembering:
             command = self._outbox[0]
             if isinstance(command, Tell) and isinstance(command.message, Assign | Start):
@@ -275,17 +289,18 @@ def fence_s(limits: Limits) -> float:
 
 
 WATCH_INTERVAL_S = (0.15, 0.35)
-"""Between two reads of the key while its holder does not answer: random, so that agents do not read all at once."""
+"""Range of the time between two reads of the key while its holder does not answer (s). It is random, so that agents do
+not read all at once."""
 WATCH_S_MAX = 2.0
-"""After a failed dial: the key is watched this long before the attempt counts as failed."""
+"""Time after a failed dial for which the key is watched, before the attempt counts as failed (s)."""
 SEEK_S_MAX = 15.0
-"""One search for the leader, with all its calls: another store's calls may hang for ever."""
+"""Limit for one search for the leader, with all its calls (s): another store's calls may hang for ever."""
 TURNS_MAX = 8
-"""Leaders found and lost in one attempt."""
+"""Number of leaders that are found and lost in one attempt before it counts as failed."""
 
 
 class Won(NamedTuple):
-    """The key is ours, and the socket that it names listens."""
+    """A won election: the key is ours, and the socket that it names listens."""
 
     place: Claim
     leader: Leader
@@ -316,7 +331,8 @@ class ElectedClient:
         self._lease_holder: LeaseHolder | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._notice = ""
-        self._met = False
+        """The newest notice of the storage that was shown."""
+        self._was_linked = False
         """This node has had a link to some coordinator: the command line and the storage are valid."""
 
     async def connect(self, node: NodeSpec) -> CoordinatorLink:
@@ -325,10 +341,10 @@ class ElectedClient:
         try:
             link = await self._connect(node)
         except EtcdError as error:
-            if self._met and not isinstance(error, EtcdUnreachableError):
+            if self._was_linked and not isinstance(error, EtcdUnreachableError):
                 raise EtcdUnreachableError(str(error)) from None
             raise
-        self._met = True
+        self._was_linked = True
         return link
 
     async def _connect(self, node: NodeSpec) -> CoordinatorLink:
@@ -364,28 +380,29 @@ class ElectedClient:
     # ---------------------------------------------------------------- seeking: blocks, in its own thread
 
     def _seek(self) -> Leader | Won:
-        """The present leader; if there is none, try to become it."""
+        """Find the present leader; if there is none, try to become it."""
         api = self._election.open_api()
         if api.notice != self._notice:
             self._notice = api.notice
             self._say(api.notice)
-        kept = False
+        in_use = False
         try:
             leader = api.leader()
             if leader is None:
-                taken = self._campaign(api)
-                if taken is not None:
-                    kept = True
-                    return taken
+                won = self._campaign(api)
+                if won is not None:
+                    in_use = True  # the thread that keeps the lease goes on with it
+                    return won
                 leader = api.leader()
         finally:
-            if not kept:
+            if not in_use:
                 api.close()
         if leader is None:
             raise EtcdUnreachableError("the coordinator's key is changing its owner")
         return leader
 
     def _campaign(self, api: Api) -> Won | None:
+        """Try to take the key; None: another agent has it. The socket is bound before, since the key names its port."""
         options = self._options
         address = options.local_addr or self._election.own_address()
         place = claim(Endpoint(host=address, port=0), is_host=True)
@@ -404,7 +421,8 @@ class ElectedClient:
     # ---------------------------------------------------------------- following
 
     async def _dial_while_in_charge(self, leader: Leader, node: NodeSpec) -> CoordinatorLink | None:
-        """The link; None when the leader has changed meanwhile, or there is none. Raises HoldfastError."""
+        """Dial the leader as long as it has the key. Returns None if it has lost the key meanwhile. Raises
+        HoldfastError."""
         from holdfast.runtime.connection import dial
 
         options = self._options
@@ -413,12 +431,13 @@ class ElectedClient:
         watching = asyncio.ensure_future(self._until_changed(leader))
         try:
             await asyncio.wait({dialling, watching}, return_when=asyncio.FIRST_COMPLETED)
+            # A leader that does not answer may have died: the key will then change its owner soon.
             if dialling.done() and dialling.exception() is not None:
                 await asyncio.wait({watching}, timeout=WATCH_S_MAX)
             if watching.done() and (not dialling.done() or dialling.exception() is not None):
                 return None
             return dialling.result()
-        except PortInUseError as error:  # the coordinator is gone: another program has its port now
+        except PortInUseError as error:  # the coordinator is gone, and another program has its port now
             raise CoordinatorUnreachableError(str(error)) from None
         finally:
             for task in (dialling, watching):

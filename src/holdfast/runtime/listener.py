@@ -25,14 +25,15 @@ from holdfast.protocol.session import Accepted, Hello, ServerHandshake, Session
 from holdfast.runtime.connection import HANDSHAKE_S_MAX, READ_BYTES, Connection, fresh_nonce, plain_address, tune
 
 ARRIVALS_MAX = 4096
-"""Connections whose handshake is not done; never more than three quarters of the allowed descriptors."""
+"""Number of connections whose handshake is not done; also at most three quarters of the allowed descriptors."""
 BACKLOG = 4096
+"""Connections that may wait to be accepted."""
 ACCEPTED_AT_ONCE = 64
-"""Then the handshakes of these go on. The others wait in the backlog: when thousands of agents start at once, none of
-them loses its connection."""
+"""Number of connections that are accepted before handshakes go on. The others wait in the backlog: when thousands of
+agents start at once, none of them loses its connection."""
 LOG_LINES_MAX = 10
+"""Number of lines about dropped connections that are logged in each window; the others are only counted."""
 LOG_WINDOW_S = 10.0
-"""In each window only some lines about dropped connections are logged, and then the number of the others."""
 
 AgentConnection = Connection[FromAgent]
 TakeOver = Callable[[asyncio.Transport, bytes], None]
@@ -43,8 +44,8 @@ class Listener:
     """Delivers accepted connections to `on_connection(connection, hello)`, which must `start` them.
 
     `other` gets the connections of torch TCPStore clients (static rendezvous); without it they are dropped. `decode`
-    decodes the messages of the delivered connections. `answer`: what this side says of itself when it accepts a peer.
-    `job` None: any job is welcome. The sockets already listen and are closed by `close`.
+    decodes the messages of the delivered connections. `answer` makes the Accepted for a peer. `job` None: any job is
+    welcome. The sockets already listen and are closed by `close`.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class Listener:
         self.handshake_s_max = handshake_s_max
         self._arrivals_max = min(arrivals_max, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
         self._arrivals: dict[_Arrival, None] = {}
+        """Connections whose handshake is not done, the oldest first."""
         self._servers: list[asyncio.Server] = []
         self._drops: _LineLimiter | None = None
         self.buffer = bytearray(READ_BYTES)
+        """The buffer for reads, which all connections of the loop share."""
         self._closed = False
 
     async def start(self) -> None:
@@ -151,16 +154,17 @@ class _Arrival(asyncio.Protocol):
         self._become_connection()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        """The connection ended before it was identified. If it sent nothing, it was a port probe: no line."""
+        """The connection ended before it was identified. One that sent nothing was a probe of the port, and gets no
+        line in the log."""
         self._end("closed by the peer before its first message was complete" if self._first else "")
 
     def drop(self, why: str) -> None:
-        """Cut the connection; logs no line when there is nothing to report."""
+        """Cut the connection. `why` empty: no line is logged."""
         if self._end(why) and self._transport is not None:
             self._transport.abort()
 
     def _end(self, why: str) -> bool:
-        """Leave the listener, once; logs a line when there is something to report."""
+        """Leave the listener. `why` empty: no line is logged. Returns False if it has left before."""
         if self._over:
             return False
         self._over = True
@@ -172,7 +176,7 @@ class _Arrival(asyncio.Protocol):
         return True
 
     def _maybe_store(self) -> bool:
-        """Whether this is, or may still become, a client of torch's store."""
+        """Whether this is, or may still become, a client of torch's store. One that is was passed on."""
         if self._first.startswith(STORE_MAGIC):
             assert self._transport is not None
             assert self._listener.other is not None
@@ -205,16 +209,18 @@ class _LineLimiter:
         self._log = log
         self._now = now
         self._window_end_s = 0.0
-        self._said = 0
+        self._logged = 0
+        """Number of lines of this window that were logged."""
         self._held_back = 0
+        """Number of lines of this window that were not logged."""
 
     def say(self, line: str) -> None:
         if self._now() >= self._window_end_s:
             self.flush()
             self._window_end_s = self._now() + LOG_WINDOW_S
-            self._said = 0
-        if self._said < LOG_LINES_MAX:
-            self._said += 1
+            self._logged = 0
+        if self._logged < LOG_LINES_MAX:
+            self._logged += 1
             self._log(line)
         else:
             self._held_back += 1
@@ -231,8 +237,9 @@ def _peer_text(name: Any) -> str:
 
 
 HOLD_S_MAX = 60.0
-"""A client that comes before the generation's store is known waits this long for it."""
+"""Limit for a client to wait until the generation's store is known (s)."""
 HELD_MAX = 4096
+"""Number of clients that may wait for a store, or for the connection to it."""
 CONNECT_S_MAX = 5.0
 
 

@@ -1,4 +1,5 @@
-"""The doors between a node's agent and its extensions: what an extension's half on a node is told, and what it may do.
+"""The doors between a node's agent and its extensions: the events that an extension's half on a node gets, and the
+things that it may do.
 
 Unlike the half at the coordinator (protocol/extension.py) it may do I/O. It decides nothing about the job. Where the
 coordinator does not answer, it answers for this node alone those questions that it can. An extension that raises ends
@@ -35,9 +36,9 @@ class Question(msgspec.Struct, frozen=True):
     by: str
     """The asking user, in words."""
     about: bytes
-    """JSON."""
+    """The subject of the question, as JSON."""
     within_s: float
-    """The command waits this long."""
+    """Time for which the command waits (s)."""
 
 
 class Node:
@@ -70,7 +71,7 @@ class Node:
         self._began_s = self._loop.time()
         self._open: set[asyncio.Task[None]] = set()
         self.folder = folder
-        """The run's; None: there are no files."""
+        """The run folder; None: there are no files."""
         self.write = write
         """Writes an event to the journal: `write("profile", rank=3)`."""
         self.workers = workers
@@ -107,11 +108,11 @@ class Node:
 
     def quit(self, *, drain: bool, by: str) -> None:
         """End this node's part of the job, as a signal would."""
-        # Later: a fault of the machine is not the extension's.
+        # From the loop, and not from here: a fault of the machine must not be taken for one of the extension.
         self._loop.call_soon(self._feed, Received(Quit(drain=drain, by=by)))
 
     def view(self) -> JobView:
-        """What this node knows of the job without its coordinator."""
+        """The view of the job as far as this node knows it without its coordinator."""
         machine, place = self._machine, self.place
         own = NodeView(
             member=machine.identity,
@@ -153,7 +154,7 @@ class Node:
         )
 
     async def close(self) -> None:
-        """Give up what was started and has not ended."""
+        """Cancel what `start` has started and has not ended."""
         for task in self._open:
             task.cancel()
         while self._open:
@@ -161,7 +162,8 @@ class Node:
 
 
 def takes_part(place: Assign, local_rank: int) -> bool:
-    """Whether this worker has a place in a node's generation. What was read before a regroup may be of another one."""
+    """Whether this worker has a place in a node's generation. Data that were read before a regroup may be about workers
+    that have none any more."""
     return place.local_ranks is None or local_rank in place.local_ranks
 
 
@@ -170,31 +172,31 @@ def rank_in(place: Assign, local_rank: int) -> int:
 
 
 class NodeExtension:
-    """An extension's half on one node. A subclass has those methods that it needs."""
+    """An extension's half on one node. A subclass overrides the methods that it needs."""
 
     messages: Any = None
-    """The type of what its half at the coordinator sends: a tagged Struct, or a union of them."""
+    """The type of the messages of its half at the coordinator: a tagged Struct, or a union of them."""
 
     def __init__(self, node: Node, send: Send) -> None:
         self.node = node
         self.send = send
 
     def heard(self, message: Any) -> None:
-        """Its half at the coordinator has sent a message."""
+        """Handle a message of its half at the coordinator."""
 
     async def asked(self, question: Question) -> bytes | None:  # noqa: ARG002
-        """The coordinator does not answer: this node's own answer, as JSON. None: it cannot answer alone."""
+        """This node's own answer, as JSON, when the coordinator does not answer. None: it cannot answer alone."""
         return None
 
     def started(self, generation: int, interval_s: float) -> None:
-        """The workers of this generation were ordered to start, or to go on. What is reported regularly should be once
-        in `interval_s` at most: it grows with the job."""
+        """The workers of this generation were ordered to start, or to go on. Regular reports should come at most once
+        in `interval_s`, which grows with the job."""
 
     def gone(self) -> None:
         """No worker is alive any more."""
 
     async def close(self) -> None:
-        """The agent ends. What it has started by `Node.start` is cancelled."""
+        """The agent ends. The tasks that were started by `Node.start` are cancelled before."""
 
 
 class NodeHalf(Protocol):
@@ -227,22 +229,22 @@ class NodeExtensions:
         send: Callable[[FromAgent], object],
         fault: Callable[[str, Exception], None],
     ) -> None:
-        """`fault` gets the name of an extension and what it has raised."""
+        """`fault` gets the name of an extension and the exception that it has raised."""
         self._registered = {each.name: each for each in registered}
         self._extension_of = {question: each.name for each in registered for question in each.questions}
         self._node = node
         self._send = send
         self._fault = fault
         self._made: dict[str, NodeExtension | None] = {}
-        """None: it has no half on a node."""
+        """The halves on this node that were made, by name; None: the extension has none, or its making failed."""
         self._decoders: dict[str, msgspec.msgpack.Decoder[object]] = {}
         for name, each in self._registered.items():
             if each.follows:
                 self._one(name)
 
     def heard(self, message: Extended) -> None:
-        """Nothing happens if this agent does not have the extension. Raises ProtocolError if the message is not what
-        its half at the coordinator sends."""
+        """Pass a message to its extension; ignore it if this agent does not have the extension. Raises ProtocolError if
+        the message is none of those that the extension knows."""
         name = message.extension
         extension = self._one(name) if name in self._registered else None
         if extension is None or extension.messages is None:
@@ -282,6 +284,7 @@ class NodeExtensions:
                 self._fault(name, error)
 
     def _one(self, name: str) -> NodeExtension | None:
+        """The extension of this name, which is made if needed; None: it has no half on a node, or its making failed."""
         if name not in self._made:
             self._made[name] = None
             self._guarded(name, lambda: self._make(name))
@@ -294,7 +297,7 @@ class NodeExtensions:
         self._made[name] = self._registered[name].node(self._node, send)
 
     def _guarded(self, name: str, call: Callable[[], object]) -> None:
-        """A fault in an extension ends no job."""
+        """Call an extension. A fault in it goes to the journal and ends no job."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - an extension may be anybody's

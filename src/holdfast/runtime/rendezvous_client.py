@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from holdfast.runtime.succession import SuccessionClient
 
 FINAL = (PortInUseError, RefusedError, EtcdError, MissingPackageError, RendezvousConfigError)
+"""Errors after which no further attempt can help, except those in PASSING."""
 PASSING = (NoAnswerError, EtcdUnreachableError)
-"""After these errors another attempt may help, whatever their class."""
+"""Errors after which another attempt may help, although their base class is in FINAL."""
 
 
 class RendezvousClient:
@@ -72,7 +73,7 @@ class RendezvousClient:
         return self._hosted if self._succeeding is None else self._succeeding.service
 
     async def connect(self, node: NodeSpec) -> CoordinatorLink | DialFailed:
-        """Make one attempt. The link has to be started; a DialFailed says whether another attempt can help."""
+        """Make one attempt. The caller has to start the link. A DialFailed says whether another attempt can help."""
         try:
             return await self._connect(node)
         except InternalError:
@@ -92,13 +93,13 @@ class RendezvousClient:
         return Dialed(local and not self._succeeding.replaceable, self._succeeding.port, self._succeeding.term)
 
     def leaves(self) -> None:
-        """This agent ends soon: it must not become the coordinator."""
+        """Prevent that this agent becomes the coordinator, because it ends soon."""
         if self._succeeding is not None:
             self._succeeding.leaves()
 
     def store_opened(self, port: int) -> None:
-        """The store of this generation listens at this port: clients that connect to the endpoint itself are piped
-        there."""
+        """Pipe clients of the store that connect to the endpoint itself to this port: the store of this generation
+        listens there."""
         if self.coordinator is not None and self.coordinator.proxy is not None:
             self.coordinator.proxy.set_target("127.0.0.1", port)
 

@@ -1,4 +1,4 @@
-"""The shell of a coordinator that may get a successor; and the link of an agent to it, where the voter listens, too."""
+"""The shell of a coordinator that may get a successor; and the link of an agent to it, which also serves the voter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Outgoing = Connection[FromCoordinator]
 
 
 class OtherVoters(Protocol):
-    """What this coordinator needs of the voter beside it, which talks to the others."""
+    """The voter beside this coordinator, as far as the coordinator needs it. It speaks with the other voters."""
 
     def poll_came(self, poll: Poll, reply: Callable[[FromCoordinator], None]) -> None: ...
 
@@ -54,7 +54,7 @@ class ReplicatedService(CoordinatorService):
     ) -> None:
         self.voters = voters
         self.errands = Errands()
-        """They end with this coordinator."""
+        """Tasks of this coordinator, which end with it."""
         self._client = client
         super().__init__(machine, journal, say)
 
@@ -85,7 +85,7 @@ class ReplicatedService(CoordinatorService):
         self._driver.feed(event)
 
     def announce(self, message: FromCoordinator) -> None:
-        """Send this to every agent."""
+        """Send this to every remote agent."""
         for number in self._remote:
             self._links[number].send(message)
 
@@ -115,8 +115,8 @@ class ReplicatedService(CoordinatorService):
 
 
 class WatchedLink:
-    """The agent's link. What concerns the voter goes there: Renews, where the coordinator has moved, gain and loss of
-    the link."""
+    """The agent's link to a coordinator that may get a successor. The agent's voter gets the Renews, the place to which
+    the coordinator has moved, and the gain and loss of the link."""
 
     def __init__(self, link: Outgoing | LocalLink, voter: VoterService) -> None:
         self.term = 0
@@ -125,10 +125,12 @@ class WatchedLink:
         self._voter = voter
         self._joined = False
         self._moved = False
+        """The coordinator has sent where another one is: the end of the link is then no sign of its death."""
         self._stepped_down = False
 
     def stepped_down(self) -> None:
-        """The coordinator in this process has: what it said before may still be on its way, and links to nobody."""
+        """Ignore a Joined from now on: the coordinator in this process has stepped down. Its Joined may still be on its
+        way, and must not link the voter to it."""
         self._stepped_down = isinstance(self._link, LocalLink)
 
     def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None:

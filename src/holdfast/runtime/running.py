@@ -31,20 +31,22 @@ from holdfast.protocol.codec import clean
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError
 
 ASKED_S = 5.0
-"""A command waits this long for an answer, unless the question needs more."""
+"""Time for which a command waits for an answer, unless the question needs more (s)."""
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_BYTES = 256 * 1024
 Body = TypeVar("Body")
 SOCKET_NAME = "control.sock"
-"""In the run folder; without one, in the private folder under the entry's own name."""
+"""Name of the control socket in the run folder. Without a run folder it is in the private folder, under a name of its
+own."""
 ENTRY_BYTES_MAX = 64 * 1024
 FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
-"""Names the folder, for machines on which none of the usual places outlives a login."""
+"""The variable that names the private folder, for machines on which none of the usual places outlives a login."""
 SUN_PATH_BYTES_MAX = 107
 """The maximal length of a Unix socket's address; longer paths are reached through their folder's descriptor."""
 TEMPORARY = "/tmp"
 PROBE_S = 1.0
 MISSING = (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR)
+"""Errors of connect(2) that mean that no process has this socket open, as far as this process can see."""
 
 
 class RunningAgent(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +65,7 @@ class RunningAgent(msgspec.Struct, frozen=True, kw_only=True):
     locked_on: str = ""
     """The boot of the machine whose kernel keeps this file locked while the agent lives; empty: nothing does."""
     hidden: bool = False
-    """The agent lives, but its socket cannot be reached from here. Never in the file."""
+    """The agent lives, but its socket cannot be reached from here. The file never has this."""
 
     @property
     def job(self) -> tuple[str, str]:
@@ -126,7 +128,7 @@ class WrittenEntry:
 
     path: str
     fd: int
-    """Carries the lock."""
+    """The open file, which carries the lock."""
 
 
 def write(entry: RunningAgent, folder: str) -> WrittenEntry:
@@ -232,7 +234,7 @@ def _names(folder: int) -> list[str]:
 
 
 class AgentLife(Enum):
-    """What is known of the agent that wrote an entry."""
+    """The life of the agent that wrote an entry, as far as it is known."""
 
     RUNS = "runs"
     ENDED = "ended"
@@ -240,7 +242,7 @@ class AgentLife(Enum):
 
 
 def _read_entry(folder: int, name: str) -> tuple[RunningAgent | None, AgentLife]:
-    """None: no agent of this version wrote this file, or it cannot be read now."""
+    """Read an entry. Returns None if no agent of this version wrote this file, or if it cannot be read now."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
@@ -255,14 +257,16 @@ def _read_entry(folder: int, name: str) -> tuple[RunningAgent | None, AgentLife]
 
 
 def _life(fd: int, entry: RunningAgent) -> AgentLife:
+    """The life of an entry's agent: the kernel keeps the file locked while it lives."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two commands do not take each other for the agent
     except BlockingIOError:
         return AgentLife.RUNS
     except OSError:
         return AgentLife.UNKNOWN
-    # The folder may be on a network disk, and locks may be known to one machine only. Containers of one machine have
-    # different names; after a restart of the machine its name is the same.
+    # The folder may be on a network disk, and another machine may not see its locks: only an agent of this machine is
+    # known to have ended. Its containers have other host names but the same boot; after a restart of the machine the
+    # boot is another one but the host name is the same.
     here = entry.locked_on == boot_id() or entry.host == socket.gethostname()
     return AgentLife.ENDED if entry.locked_on and here else AgentLife.UNKNOWN
 
@@ -288,9 +292,9 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str = ""
     """The code of an error: the question was not answered, and `text` or `refused` gives the reason."""
     text: str = ""
-    """Of the agent."""
+    """The agent's reason why it has no answer."""
     refused: str = ""
-    """Of the job: nothing was done."""
+    """The job's reason why it refused the question: nothing was done."""
 
     def read(self, kind: type[Body]) -> Body:
         """The body as this type. Raises ControlRefusedError."""
@@ -301,7 +305,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NodeEnd(msgspec.Struct, frozen=True):
-    """How this node's part of the job ended."""
+    """The end of this node's part of the job."""
 
     kind: str
     exit_code: int
@@ -339,7 +343,8 @@ class Call:
             raise self._reason(error) from None
 
     def _check_owner(self) -> None:
-        """Raises PermissionError for another user's socket in the place of ours; root asks the agents of all users."""
+        """Check that the socket belongs to our user: another one may have put his in the place of ours. Root asks the
+        agents of all users. Raises PermissionError."""
         if os.geteuid() not in (0, seqpacket.peer(self._socket)[1]):
             raise PermissionError(errno.EACCES, "belongs to another user")
 
@@ -390,7 +395,7 @@ class Call:
         entry = self._entry
         if isinstance(error, TimeoutError) or error.errno == errno.EAGAIN:
             who = f"the agent of {entry.name} (pid {entry.pid})"
-            return ControlSilentError(f"{who} does not answer within {self._limit_s:g} s{_plight(entry.pid)}")
+            return ControlSilentError(f"{who} does not answer within {self._limit_s:g} s{_why_silent(entry.pid)}")
         if error.errno in MISSING and entry.hidden:
             return ControlSilentError(
                 f"the agent of {entry.name} (pid {entry.pid}) runs, but its socket {entry.socket} is not visible from "
@@ -435,8 +440,8 @@ def ask_any(
     return last, ask(last, question, about, by=by, within_s=within_s)
 
 
-def _plight(pid: int) -> str:
-    """The kernel's state of a process that does not answer, in words."""
+def _why_silent(pid: int) -> str:
+    """The reason why a process does not answer, from its state in the kernel, in words; empty: it is gone."""
     stat = process_stat(pid)
     match stat and stat.state:
         case None:

@@ -1,8 +1,8 @@
 """Connects an agent of a job whose nodes elect a successor when the coordinator is lost (c10d, more than one node).
 
-`SuccessionClient` finds the coordinator wherever it is, founds the job where the endpoint is ours, and starts the
+`SuccessionClient` finds the coordinator wherever it is, founds the job if the endpoint is ours, and starts the
 coordinator when this node's voter has won. While it leads, it keeps connections to witnesses, and calls the other
-endpoints of the job: a node that returned there may have founded the job again.
+endpoints of the job: a node that returned there may have founded the job a second time.
 """
 
 from __future__ import annotations
@@ -51,19 +51,22 @@ from holdfast.runtime.voter_service import Errands, Reception, VoterService
 from holdfast.text import is_loopback
 
 STAGGER_S = 0.05
-"""Between the first attempts at the places where the coordinator may be: the likely one answers alone."""
+"""Time between the first dials of the places where the coordinator may be (s): usually the first place answers before
+another one is dialed."""
 ELECTION_S_MAX = 2.0
-"""During an election an attempt is repeated after RETRY_S, for so long, before it counts as failed."""
+"""Time for which an attempt is repeated during an election before it counts as failed (s)."""
 RETRY_S = 0.05
+"""Pause before an attempt is repeated during an election (s)."""
 PATIENCE_S, PATIENCE_S_MAX = 0.5, 8.0
-"""An attempt at several places ends after this time, which doubles: a silent one must not delay the next attempt."""
+"""Limit for an attempt at several places (s), and its largest value; it doubles after each attempt without an answer. A
+silent place must not delay the next attempt."""
 ASK_S_MAX = 0.5
-"""Before a node founds the job: how long the other places may take to say where it lives."""
+"""Limit for the other places to answer where the job lives, before a node founds it (s)."""
 ASK_LEADER_S_MAX = 5.0
-"""The same, if this node has heard of another coordinator."""
+"""The same limit if this node knows of another coordinator (s)."""
 CALL_FIRST_S, CALL_S = 0.25, 0.5
-"""Pauses between two calls of an endpoint, in the first CALL_OFTEN_S of a coordinator and later. A node that returned
-there forms the job again within settle_s when enough others have returned, and a call may be lost."""
+"""Pauses between two calls of an endpoint (s), in the first CALL_OFTEN_S of a coordinator and later. A node that
+returned there forms the job again within settle_s when enough others have returned, and a call may be lost."""
 CALL_OFTEN_S = 5.0
 
 
@@ -93,16 +96,18 @@ class SuccessionClient:
         self._bound: set[Endpoint] = set()
         """Endpoints of the job at which this process listens."""
         self._place: Endpoint | None = None
-        """Where the coordinator was at the other end of the newest link."""
+        """The address of the coordinator at the other end of the newest link; None: it is this process, or unknown."""
         self._link: WatchedLink | None = None
         self._patience_s = PATIENCE_S
         self._leaves = False
         self.service: ReplicatedService | None = None
+        """The coordinator in this process; None: there is none."""
         self.port = 0
-        """Where this agent listens."""
+        """The port at which this agent listens."""
 
     @property
     def term(self) -> int:
+        """The newest term that this agent knows."""
         return self._voter.machine.term if self._voter is not None else 0
 
     @property
@@ -111,7 +116,7 @@ class SuccessionClient:
         return self._options.job.max_nodes + len(self._options.more_endpoints) >= VOTERS_MIN
 
     async def connect(self, node: NodeSpec) -> CoordinatorLink:
-        """Make one attempt; while the voters elect, several. Raises HoldfastError or OSError."""
+        """Make one attempt, or several while the voters elect. Raises HoldfastError or OSError."""
         if self._voter is None:
             await self._begin(node)
         assert self._voter is not None
@@ -131,13 +136,14 @@ class SuccessionClient:
                     return link
 
     def leaves(self) -> None:
+        """Prevent that this node's voter stands for election, because the node leaves."""
         if self._voter is not None and not self._leaves:
             self._leaves = True
             self._voter.feed(Leaves())
 
     async def close(self) -> None:
         if self._voter is not None:
-            self._voter.stop()  # the agent has ended: it becomes no coordinator while the one here lingers
+            self._voter.stop()  # it must not win an election while the coordinator here waits for its members
         if self.service is not None:
             await self.service.close()
         self._errands.cancel()
@@ -147,6 +153,7 @@ class SuccessionClient:
     # ---------------------------------------------------------------- this agent's own port
 
     async def _begin(self, node: NodeSpec) -> None:
+        """Make the voter, and listen at this agent's own port and at the job's other endpoints that are ours."""
         options = self._options
         try:
             place = open_port(options.local_addr, options.agent_port, loopback=is_loopback(options.endpoint.host))
@@ -165,7 +172,7 @@ class SuccessionClient:
             await self._bind(endpoint)
 
     async def _bind(self, endpoint: Endpoint) -> bool:
-        """Listen at an endpoint of the job, if it is this machine's and free."""
+        """Listen at an endpoint of the job, if it is this machine's and free. Returns whether it is."""
         place = await claim_endpoint(self._options, endpoint)
         if place.is_host:
             await self._listen(endpoint, place)
@@ -177,7 +184,8 @@ class SuccessionClient:
         await self._reception.listen(place)
 
     def _where(self) -> LeaderAddress | None:
-        """Where the coordinator is, for others: that at the end of our link, or one that was elected since."""
+        """The place of the coordinator, for others: that at the end of our link, or one that was elected since. None:
+        unknown."""
         link, leader = self._link, self._voter.machine.leader if self._voter is not None else None
         if leader is not None and leader.term > (link.term if link is not None else 0):
             return leader
@@ -193,6 +201,7 @@ class SuccessionClient:
         assert self._voter is not None
         self._place = None
         self._link = WatchedLink(self.service.connect_locally(), self._voter)
+        # If the coordinator here has founded the job a second time, our own voter may know of the first one.
         voters, voter = self.service.voters, self._voter.machine
         recall = voter.recall(self._loop.time(), "", voters.term, founded=voters.founded, forms=voters.forms)
         if recall is not None:
@@ -200,7 +209,8 @@ class SuccessionClient:
         return self._link
 
     async def _seek(self, node: NodeSpec, voter: VoterService) -> CoordinatorLink | None:
-        """A link; None: there are news meanwhile, or this process has the coordinator. Raises HoldfastError."""
+        """Search for a link. Returns None if the voter has learned of another coordinator meanwhile, or if this process
+        has the coordinator: the caller then begins again. Raises HoldfastError."""
         finding = asyncio.ensure_future(self._find(node, voter))
         news = asyncio.ensure_future(voter.news.wait())
         try:
@@ -218,9 +228,11 @@ class SuccessionClient:
         return self._link
 
     async def _find(self, node: NodeSpec, voter: VoterService) -> Outgoing | None:
-        """None: this process has founded the job, and has the coordinator."""
+        """Find the coordinator, or found the job if nobody else has it. Returns None if this process has founded it."""
         if voter.electing or not await self._owns_endpoint():
             return await self._first(self._places(voter), node)
+
+        # This node may found the job. Its other nodes may have one already, if this one was started again.
         places = self._places(voter)
         limit_s = ASK_S_MAX if voter.machine.leader is None else ASK_LEADER_S_MAX
         with contextlib.suppress(HoldfastError, TimeoutError):
@@ -240,7 +252,7 @@ class SuccessionClient:
         return options.endpoint in self._bound
 
     def _places(self, voter: VoterService) -> list[Endpoint]:
-        """Where the coordinator may be, the most likely place first."""
+        """Places at which the coordinator may be, the most likely one first."""
         leader, charter = voter.machine.leader, voter.machine.charter
         places = [Endpoint(host=leader.address, port=leader.port)] if leader is not None else []
         places += [self._place] if self._place is not None else []
@@ -250,7 +262,8 @@ class SuccessionClient:
         return list(dict.fromkeys(places))
 
     async def _first(self, places: list[Endpoint], node: NodeSpec) -> Outgoing:
-        """A link by the first of these places that leads to the coordinator. Raises the error of the likeliest one."""
+        """A link by the first of these places that leads to the coordinator. Raises the error of the most likely
+        place."""
         dials = [asyncio.ensure_future(self._dial(n * STAGGER_S, place, node)) for n, place in enumerate(places)]
         until_s = self._loop.time() + self._patience_s
         waiting, winner = set(dials), None
@@ -263,6 +276,7 @@ class SuccessionClient:
                     self._patience_s = min(2 * self._patience_s, PATIENCE_S_MAX)
                     break
         finally:
+            # A dial that has succeeded in the same moment has a connection that nobody else would close.
             for each in dials:
                 each.cancel()
             for found in await asyncio.gather(*dials, return_exceptions=True):
@@ -280,9 +294,12 @@ class SuccessionClient:
         try:
             connection = await dial(place, options.job, node, options.token)
         except (RefusedError, PortInUseError) as error:
+            # Before this node was part of the job, a refusal at the endpoint is a mistake of the user. Later, the port
+            # belongs to another job or program by now.
             if place == options.endpoint and self._place is None and not self._bound:
                 raise
-            raise CoordinatorUnreachableError(str(error)) from None  # its port is another job's now
+            raise CoordinatorUnreachableError(str(error)) from None
+
         accepted, voter = connection.accepted, self._voter
         assert voter is not None
         now, founder = self._loop.time(), (accepted.name, accepted.term)
@@ -302,7 +319,7 @@ class SuccessionClient:
         self._errands.start(self._ask_vote(question))
 
     async def _ask_vote(self, question: AskVote) -> None:
-        """Ends in one event of the voter."""
+        """Ask another voter for its vote. Ends in one event of the voter: PolledCame or PollFailed."""
         assert self._voter is not None
         assert self._node is not None
         seat, poll = question.seat, question.poll
@@ -327,7 +344,7 @@ class SuccessionClient:
         except CoordinatorUnreachableError:
             refused = True
         except (HoldfastError, TimeoutError):
-            pass  # it may be alive
+            pass  # no answer proves nothing: that voter may be alive
         if polled is not None:
             self._voter.feed(PolledCame(seat.name, poll, polled))
         else:
@@ -340,11 +357,12 @@ class SuccessionClient:
     # ---------------------------------------------------------------- leading
 
     def _lead(self, node: NodeSpec, succession: Succession) -> None:
+        """Start the coordinator here, because this node's voter was elected."""
         charter = succession.charter
         assert charter is not None
         if self.service is not None:  # this node has founded the job meanwhile
             self.service.deposed(Deposed(succession.term, "", 0))
-        if self.service is not None:
+        if self.service is not None:  # it does not step down: the election is void
             assert self._voter is not None
             self._voter.feed(Unlinked(succession.term, closed=False, local=True))
             return
@@ -371,14 +389,14 @@ class SuccessionClient:
             service.errands.start(self._watch(service, endpoint))
 
     def stepped_down(self, command: StepDown) -> None:
-        """The coordinator in this process has no authority any more."""
+        """End the coordinator in this process: it has no authority any more."""
         assert self._voter is not None
         assert self._reception is not None
         service, self.service = self.service, None
         assert service is not None
         self._reception.connected = None
         self._say(f"this node is not the coordinator any more: {command.reason}")
-        # Until now its voter has voted for nobody, and it may not hold the newest charter.
+        # While we led, the voter here has voted for nobody, and it may not hold the newest charter.
         voters = service.voters
         if voters.charter.voters:
             self._voter.renew_came(Renew(voters.term, 0, voters.charter), lambda _: None)
@@ -395,15 +413,16 @@ class SuccessionClient:
         self._voter.poll_came(poll, answer)
 
     async def prove_gone(self, seat: Seat) -> bool:
-        """Whether the process of this voter has ended: its machine answers, and nobody listens or it is another one."""
+        """Whether the process of this voter has ended: its machine answers, and no process listens there, or another
+        one does."""
         endpoint = _endpoint(seat)
         try:
             if await nobody_listens(endpoint, self._options.limits.poll_s):
                 return True
             connection = await self._dial_agent(endpoint)
-        except NoAnswerError:
+        except NoAnswerError:  # a stopped process is silent, too
             return False
-        except (RefusedError, PortInUseError):
+        except (RefusedError, PortInUseError):  # another job or another program has the port now
             return True
         except HoldfastError:
             return False
@@ -411,7 +430,8 @@ class SuccessionClient:
         return connection.accepted.name != seat.name
 
     async def find_caller(self, call: Supersede) -> Deposed | None:
-        """The coordinator that has called, if it is where it says."""
+        """Dial the coordinator that has called. Returns it as the reason to step down; None: it is not at that place.
+        A late call must not depose the living coordinator."""
         endpoint = Endpoint(host=call.address, port=call.port)
         try:
             connection = await self._dial_agent(endpoint)
@@ -428,7 +448,7 @@ class SuccessionClient:
 
     async def _watch(self, service: ReplicatedService, endpoint: Endpoint) -> None:
         """Listen at this endpoint if it is this machine's; else keep the connection to a witness there, or call."""
-        began_s, told = self._loop.time(), ""
+        began_s, reported = self._loop.time(), ""
         while True:
             try:
                 if await self._bind(endpoint):
@@ -441,15 +461,16 @@ class SuccessionClient:
                     connection.close()
             except RefusedError as error:
                 service.no_witness(endpoint)
-                if str(error) != told:
-                    told = str(error)
-                    self._say(f"no witness for this job at {endpoint}: {told}")
+                if str(error) != reported:
+                    reported = str(error)
+                    self._say(f"no witness for this job at {endpoint}: {reported}")
             except (HoldfastError, OSError):
-                service.no_witness(endpoint)  # nobody is there yet
+                service.no_witness(endpoint)  # no process is there yet
             often = self._loop.time() < began_s + CALL_OFTEN_S
             await asyncio.sleep(CALL_FIRST_S if often else CALL_S)
 
     async def _talk(self, service: ReplicatedService, connection: Outgoing, endpoint: Endpoint) -> None:
+        """Serve a witness until its connection ends, or call the agent at this endpoint once."""
         closed: asyncio.Future[None] = self._loop.create_future()
 
         def end(_: str = "") -> None:

@@ -79,9 +79,13 @@ class VoterService:
         self._ask = ask
         self._lead = lead
         self._renewals: deque[Callable[[Renewed], None]] = deque()
+        """Senders of the answers to Renews, in the order in which the Renews came."""
         self._candidates: dict[int, Callable[[Polled], None]] = {}
+        """Senders of the answers to candidates, by the number of the question."""
         self._asked = 0
+        """The number of the newest question of a candidate."""
         self._known: LeaderAddress | None = None
+        """The coordinator that was known after the last event."""
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, after=self._look)
 
     @property
@@ -127,10 +131,11 @@ class VoterService:
 
 
 class Reception:
-    """Where others reach this agent: at its own port, and at every endpoint of the job that is this machine's.
+    """Accepts the connections of others to this agent: at its own port, and at every endpoint of the job that is this
+    machine's.
 
-    `connected` gets the connections while a coordinator runs in this process; None: there is none. `where` says where
-    else it is, as far as this agent knows.
+    `connected` gets the connections while a coordinator runs in this process; None: there is none. `where` returns the
+    place of a coordinator in another process, as far as this agent knows it.
     """
 
     def __init__(
@@ -142,13 +147,14 @@ class Reception:
     ) -> None:
         self.connected: Callable[[AgentConnection], None] | None = None
         self.leading: Callable[[Accepted], Accepted] = lambda accepted: accepted
-        """Adds what a coordinator here says of itself."""
+        """Adds the coordinator's term and origin to our answer, while a coordinator runs in this process."""
         self._options = options
         self._voter = voter
         self._where = where
         self._say = say
         self._listeners: list[Listener] = []
         self._guests: dict[AgentConnection, asyncio.TimerHandle] = {}
+        """Connections that came for one question, each with the timer that ends it if it asks nothing."""
 
     async def listen(self, place: Claim) -> None:
         """Accept connections at these sockets, until `close`."""
@@ -195,14 +201,15 @@ class Reception:
 def answer_guest(
     voter: VoterService, where: Callable[[], LeaderAddress | None], connection: AgentConnection, message: FromAgent
 ) -> bool:
-    """Answer a candidate, or a coordinator that calls. False: it is another message."""
+    """Answer a candidate, or a coordinator that calls. Returns False for any other message."""
     match message:
         case Poll():
             voter.poll_came(message, connection.send)
         case Supersede(term, address, port):
             voter.feed(HeardOf(term, seen_from_here(address, connection.peer_address), port))
+            # Only a voter that is linked knows that its coordinator still lives.
             known = where()
-            linked = voter.machine.stage in (VoterState.FOLLOWING, VoterState.LEADING)  # else what it knows may be over
+            linked = voter.machine.stage in (VoterState.FOLLOWING, VoterState.LEADING)
             if known is not None and known.term > term and linked:
                 connection.send(Moved(known.term, known.address, known.port))
             connection.close("the call is over")

@@ -25,21 +25,26 @@ from holdfast.runtime.listener import AgentConnection, Listener
 from holdfast.runtime.voter_service import VoterService, answer_guest
 
 JOBS_MAX = 1000
-"""With more jobs those without a connection are forgotten, the oldest first."""
+"""Number of jobs above which those without a connection are forgotten, the oldest first."""
 IDLE_S_MAX = 24 * 3600.0
-"""A job without a connection for so long is forgotten."""
+"""Time without a connection after which a job is forgotten (s)."""
 SWEEP_S = 60.0
 NAME_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
+    """One job, as this witness knows it."""
+
     voter: VoterService
     links: int = 0
+    """Number of open connections."""
     idle_since_s: float = 0.0
+    """The time at which the last connection ended, or the job was first seen (s of the loop's clock)."""
 
     def where(self) -> LeaderAddress | None:
-        """Where its coordinator is: the first voter of its charter, or a candidate that got this vote since."""
+        """The place of its coordinator: of the first voter of its charter, or of a candidate that got this vote
+        since. None: unknown."""
         machine = self.voter.machine
         charter, leader = machine.charter, machine.leader
         if charter is None or not charter.voters or (leader is not None and leader.term > charter.position.term):
@@ -49,7 +54,7 @@ class _Job:
 
 
 class Witness:
-    """Runs until `close`."""
+    """Serves the jobs at these sockets, until `close`."""
 
     def __init__(
         self, place: Claim, token: bytes | None, limits: Limits, host: str, say: Callable[[str], None]
@@ -59,7 +64,7 @@ class Witness:
         self._say = say
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[str, _Job] = {}
-        """By run id, the newest last."""
+        """Jobs by run id, the newest last."""
         self._listener = Listener(place.sockets, None, token, self._arrived, say, answer=self._answer)
         self._sweeping: asyncio.TimerHandle | None = None
 
@@ -82,7 +87,8 @@ class Witness:
         return Accepted(PROTOCOL_VERSION, True, where.address, where.port, name, witness=True)
 
     def _begin(self, run_id: str) -> _Job:
-        # Used for one job and one life: a voter that has forgotten its votes must not be taken for the old one.
+        # The name is used for one job and one life of it here: a voter that has forgotten its votes must not be taken
+        # for the one that gave them.
         name = f"{self._host}#{os.urandom(NAME_BYTES).hex()}"
         machine = Voter(name, self._limits, self._loop.time(), stands=False)
         job = self._jobs[run_id] = _Job(VoterService(machine, Journal(None)), idle_since_s=self._loop.time())
@@ -125,25 +131,25 @@ class _Guest:
     def __init__(self, job: _Job, connection: AgentConnection) -> None:
         self.job = job
         self.timer: asyncio.TimerHandle | None = None
-        """Until it turns out to be the coordinator."""
+        """Ends the connection if it asks nothing; None: it has turned out to be the coordinator's."""
         self._connection = connection
         self._term = 0
-        """Of the coordinator at the other end; 0: it is none."""
+        """The term of the coordinator at the other end; 0: it is none."""
 
     def heard(self, message: FromAgent) -> None:
         if isinstance(message, Renew):
-            self._settle()
+            self._cancel_timer()
             self._term = message.term
             self.job.voter.renew_came(message, self._connection.send)
         elif not answer_guest(self.job.voter, self.job.where, self._connection, message):
             self._connection.close("this is a witness")
 
     def ended(self) -> None:
-        self._settle()
+        self._cancel_timer()
         if self._term:
             self.job.voter.feed(Unlinked(self._term, closed=self._connection.ended_by_peer))
 
-    def _settle(self) -> None:
+    def _cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

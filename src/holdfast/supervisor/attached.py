@@ -1,9 +1,10 @@
-"""Programs that the agent runs beside the workers, such as a command of --notify, or py-spy: all their processes end
-with the agent, however it ends.
+"""A program that the agent runs beside the workers, such as a command of --notify or py-spy: all its processes end with
+the agent, however the agent ends.
 
-A parent-death signal would end the program and nothing that it has started, and already when the thread ends that
-started it. So a small process between the two adopts what the program leaves, and kills all of it when the agent is
-gone, or when it gets SIGTERM. SIGINT is passed on. It ends when no process is left, as the program has ended.
+A parent-death signal is not enough. It ends the program but nothing that the program has started, and it comes when the
+thread ends that started the program, not the agent. So a small process between the two is the subreaper of the program.
+It kills everything below itself when the agent is gone, or when it gets SIGTERM. It passes SIGINT on. When no process
+is left, it ends with the exit code or signal of the program.
 
 Standard library only. Knows processes; knows nothing of what they do.
 """
@@ -28,35 +29,44 @@ KILL_LIMIT_S = 10.0
 
 
 def attached(argv: Sequence[str]) -> list[str]:
-    """The command line that runs this one. To end it, send SIGTERM. Raises FileNotFoundError where there is none."""
+    """The command line that runs this one below a process of its own. To end it, send SIGTERM.
+
+    Raises FileNotFoundError if there is no such program.
+    """
     if shutil.which(argv[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
     return [sys.executable, "-I", "-S", "-c", PROGRAM, str(os.getpid()), *argv]
 
 
 def main() -> NoReturn:
-    """In the process between. Arguments: the agent's pid, and the command."""
+    """Run the process between the agent and the program. Arguments: the agent's pid, and the command."""
     agent, *argv = sys.argv[1:]
     try:
         agent_end = os.pidfd_open(int(agent))
     except ProcessLookupError:
         sys.exit(1)
+    # The agent may have ended before the pidfd was opened, and another process may have its number by now.
     if os.getppid() != int(agent):
         sys.exit(1)
     processes.become_subreaper()
+
+    # Signals only wake the loop below: a handler that kills would run in the middle of anything.
     wake, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
     signals: list[int] = []
     for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda number, _: signals.append(number))
+
     try:
         child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT])
     except OSError as error:
         sys.stderr.write(f"{argv[0]}: {error.strerror}\n")
         sys.exit(127)
-    for fd in (0, 1):  # the program's: whoever reads or writes there is to see its end
+    # They are the program's. If we held them too, the agent would not see end-of-file when the program closes its own.
+    for fd in (0, 1):
         os.close(fd)
+
     poller = select.poll()
     poller.register(agent_end, select.POLLIN)
     poller.register(wake, select.POLLIN)
@@ -79,6 +89,7 @@ def main() -> NoReturn:
 
 
 def _end_like(code: int) -> NoReturn:
+    """End with this exit code; -N: by signal N."""
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL needs no handler
             signal.signal(-code, signal.SIG_DFL)

@@ -3,8 +3,8 @@
 `Board` holds workers at their safe points, sets where they stop, and reads what they have written. It also holds, for
 each worker, the memory file into which it writes its stacks when they are sampled (see stack_sampler.py).
 
-It is read at intervals: `Observer` reports to the agent's machine, `Phases` and `ProgressNotes` write events into the
-journal. They execute, and decide nothing.
+Three classes read it at intervals: `Observer` reports to the agent's machine, `Phases` and `ProgressNotes` write events
+into the journal. They execute, and decide nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from holdfast.protocol.rank_progress import RankProgress, RankSample, Stage
 from holdfast.supervisor.stack_sampler import StackSampler
 
 HOLD_SETTLES_S = 0.02
-"""From setting HELD until every worker's newest safe point can be read: a worker that read HELD before it was set has
-written its REACHED before that, and both processors' writes have long arrived."""
+"""Time from setting HELD until every worker's newest safe point can be read (s). A worker first writes REACHED and then
+reads HELD: if it did not see HELD yet, its REACHED has arrived in this process after this time."""
 
 REPORTS_AT_ONCE = 64
+"""Number of exceptions that one read of the pipe takes at least."""
 
 
 class Board:
-    """The board of workers that were started together, and of their replacements. Its memory belongs to no file system:
-    it is freed when the last process that maps it ends."""
+    """The board of workers that were started together, and of their replacements.
+
+    Its memory belongs to no file system: nothing is left over when the last process that maps it ends.
+    """
 
     def __init__(self, nproc: int) -> None:
         """Raises OSError when there is no memory for the board."""
@@ -46,20 +49,21 @@ class Board:
         self._words = memoryview(self._memory).cast("Q")
         self._began_ns = time.monotonic_ns()
         self._before = [(0, 0, 0)] * nproc
-        """By local rank: steps, beats and own time of earlier generations."""
+        """Steps, beats and own time (ns) of earlier generations, by local rank."""
         self._stacks: list[int] = []
+        """Descriptor of each worker's file for stacks, by local rank."""
         for rank in range(nproc):
             fd = os.memfd_create("holdfast-stacks")
             self._stacks.append(fd)
             self._words[layout.slot(rank) + layout.STACKS] = fd
-        # Our copy of the end for writing is what the workers open; it also keeps the pipe from ever being at its end.
+        # Workers open our copy of the writing end through /proc. It also keeps the reading end from end-of-file.
         self.raised_fd, self._report_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         """Readable when a worker has reported that its program raised."""
         self._words[layout.RAISED] = self._report_fd
 
     def stacks(self, local_rank: int) -> int:
-        """The descriptor of the file for this worker's stacks, open until close(). The file is in memory, so no disk
-        can stall a worker."""
+        """The descriptor of the file for this worker's stacks, open until close(). The file is in memory, so that no
+        disk can stall a worker that writes its stacks."""
         return self._stacks[local_rank]
 
     def address(self, local_rank: int) -> str:
@@ -75,7 +79,8 @@ class Board:
         self._words[layout.HELD] = 1
 
     def release(self, safe_point: int, *, save: bool = False) -> None:
-        """Let the workers continue and stop at this safe point, or save there and go on; 0: neither."""
+        """Let the workers continue and stop at this safe point, or save there and go on; 0: they only continue."""
+        # The target before the permission: a worker that continues has to see it.
         if safe_point:
             self._words[layout.SAVE_POINT if save else layout.SAFE_POINT] = safe_point
         self._words[layout.HELD] = 0
@@ -90,7 +95,8 @@ class Board:
         self._before[local_rank] = (0, 0, 0)
 
     def begin_again(self) -> None:
-        """The workers go on in another generation, which counts safe points and steps from 0. They wait now."""
+        """Prepare the board for another generation of the same workers, which counts safe points and steps from 0. Call
+        it while all of them wait."""
         self._words[layout.HELD] = self._words[layout.SAFE_POINT] = self._words[layout.SAVE_POINT] = 0
         self._began_ns = time.monotonic_ns()
         for rank in range(self._nproc):
@@ -113,8 +119,8 @@ class Board:
         return self._words[layout.slot(local_rank) + layout.STOP_SEEN] != 0
 
     def moment(self, mark: int) -> float | None:
-        """When the last worker passed this mark of its slot, in seconds of the monotonic clock; None: some workers have
-        not passed it."""
+        """The time at which the last worker passed this mark of its slot (monotonic s); None: some workers have not
+        passed it."""
         moments = [self._words[layout.slot(rank) + mark] for rank in range(self._nproc)]
         return max(moments) / 1e9 if all(moments) else None
 
@@ -195,7 +201,8 @@ class Board:
 
 PHASE_DIGITS = 4
 LOOK_FIRST_S, LOOK_GROWTH, LOOK_S_MAX = 0.25, 1.5, 10.0
-"""Between two reads of the board, until the first step is done; each read costs some microseconds."""
+"""Time between two reads of the board until the first step is done (s): the first, its growth, and the longest. Each
+read costs some microseconds."""
 
 MARKS = {
     "import": layout.MEETING,
@@ -203,6 +210,7 @@ MARKS = {
     "process_group": layout.GROUP,
     "first_step": layout.FIRST_STEP,
 }
+"""The mark of the board with which each phase ends, in order."""
 
 
 class Repeat:
@@ -224,7 +232,7 @@ class Repeat:
 
 
 class Phases:
-    """How long each part of a generation's start took on this node: the event `phases`, once per generation.
+    """Measures the parts of a generation's start on this node: the event `phases`, once per generation.
 
         detect          a worker of the one before has ended in failure  →  its end is ordered
         stop            → no process of it is alive
@@ -252,9 +260,10 @@ class Phases:
         self._last_s = self._loop.time()
         """The end of the last phase."""
         self._trouble_s: float | None = None
+        """The time at which the first worker failed; None: all is well."""
         self._stopping = False
         self._awaited = 0
-        """Workers that do not run yet."""
+        """Number of ordered workers that do not run yet."""
         self._board: Board | None = None
         self._timer: Repeat | None = None
 
@@ -286,7 +295,7 @@ class Phases:
         self._awaited, self._board = nproc, board
 
     def able(self) -> None:
-        """All workers that went on have their process group."""
+        """All workers that went on have joined their process group."""
         if self._generation and self._board is None:
             self._passed("process_group")
 
@@ -342,7 +351,8 @@ class Phases:
 
 
 FIRST_S, GROWTH, EVERY_S = 1.0, 2.0, 10.0
-"""Between two events: soon after the start, so that short runs have events too, then rarely."""
+"""Time between two events (s): the first, its growth, and the longest. The first is short, so that short runs have
+events too."""
 PROGRESS_DIGITS = 3
 
 
@@ -394,7 +404,7 @@ class ProgressNotes:
 
 
 Report = Callable[[int], WorkersProgress]
-"""Gets the number of the generation."""
+"""Reads the progress of a generation, given by its number."""
 REACH_S_MAX = 3.0
 """Limit for the test connection to the generation's store."""
 
@@ -447,7 +457,7 @@ class Observer:
             self._emit(progress(start.generation))
 
         # The first one comes early, after a random time: the agents of a job are not to report all at once.
-        interval_s = 0.98 * start.progress_interval_s  # just before a ping is due, whose place it takes
+        interval_s = 0.98 * start.progress_interval_s  # just before a ping is due, which it replaces
         self._timer = Repeat(report, interval_s * (1 + os.urandom(1)[0]) / 256, inf, interval_s)
 
     def stop(self) -> None:
@@ -478,7 +488,7 @@ class Observer:
             return await self._stack_sampler.look(pids, self._folder)
         except OSError:  # no descriptor left, or the generation is over meanwhile: no samples
             return ()
-        except Exception as error:  # noqa: BLE001 - no thread left, or a fault of ours: what only looks ends no job
+        except Exception as error:  # noqa: BLE001 - no thread left, or a fault of ours: an observer must not end a job
             self._fault("look", error)
             return ()
 

@@ -1,7 +1,7 @@
-"""The agent's end of the channel: messages with workers that can go on in another generation, one socket for a board.
+"""The agent's end of the channel to workers that can go on in another generation: one listening socket for a board.
 
-A worker connects by itself. The kernel says which process connected, so no worker can speak for another, and no other
-process can speak at all. What workers send is checked, since they may send anything.
+A worker connects by itself. The kernel reports which process connected, so no worker can send in another one's name,
+and no other process can send at all. What workers send is checked, since they may send anything.
 
 Knows sockets, the form of the messages and which process is which worker. Decides nothing.
 """
@@ -22,18 +22,18 @@ from holdfast.protocol.policy import Count, Seconds
 from holdfast.protocol.train_contract import WHY_CHARACTERS_MAX
 
 BACKLOG = 4096
-"""All workers of a node may connect at once."""
+"""Connections that may wait to be accepted: all workers of a node may connect at once."""
 ACCEPT_AGAIN_S = 0.5
-"""Pause after a connection could not be accepted because this process has no descriptor left."""
+"""Pause after a connection could not be accepted because this process has no descriptor left (s)."""
 CAUGHT_UP_MAX = 64
-"""Messages of one worker that are taken at once: it may send without end."""
+"""Number of messages of one worker that are taken at once: it may send without end."""
 
 
 class SaysAble(Struct, frozen=True, tag_field="is", tag="able"):
     """Its training function runs, and it can go on in another generation."""
 
     generation: Count
-    """0: the one in which it was started."""
+    """The generation whose process group it has joined; 0: the one in which it was started."""
 
 
 class SaysUnable(Struct, frozen=True, tag_field="is", tag="unable"):
@@ -64,7 +64,7 @@ class WentOn(Struct, frozen=True, tag_field="is", tag="went_on"):
     step: Count
     steps_lost: Count
     seconds: Seconds
-    """From its release until this step was done."""
+    """Time from its release until this step was done (s)."""
 
 
 WorkerMessage = SaysAble | SaysUnable | SaysReady | AtGate | Refuses | WentOn
@@ -78,23 +78,25 @@ class WorkerChannel:
         name: bytes,
         pids: Callable[[], Mapping[int, int]],
         on_message: Callable[[int, WorkerMessage], None],
-        on_nonsense: Callable[[int], None],
+        on_invalid: Callable[[int], None],
     ) -> None:
         """`pids`: the process of each living worker, by local rank; 0: it is being started. `on_message` gets a local
-        rank and its message, `on_nonsense` a local rank whose message is none, and whose connection is closed. Raises
+        rank and its message. `on_invalid` gets a local rank whose message is invalid; its connection is closed. Raises
         OSError.
 
-        That a connection has ended is no news of its worker: it has said before that it leaves, or its end is reported,
-        or it does not come to the gate.
+        The end of a connection is not reported. Its worker has sent before that it leaves, or the supervisor reports
+        the worker's end, or the worker does not come to the gate in time.
         """
         self._pids = pids
         self._on_message = on_message
-        self._on_nonsense = on_nonsense
+        self._on_invalid = on_invalid
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, socket.socket] = {}
+        """The connection of each worker, by local rank."""
         self._early: dict[int, socket.socket] = {}
-        """By process: connections that were made before its start was reported."""
+        """Connections of processes whose start the supervisor has not reported yet, by process."""
         self._accept_again: asyncio.TimerHandle | None = None
+
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listening.bind(name)
@@ -121,8 +123,8 @@ class WorkerChannel:
             self._admit(pid, connection)
 
     def catch_up(self) -> None:
-        """Take what has arrived. The end of a worker is reported on another way: what it and the others have sent
-        before has to be heard before."""
+        """Take what has arrived. Call it before the end of a worker is handled: the supervisor reports the end on
+        another socket, and what workers have sent before must be handled before."""
         while self._accept():
             pass
         for local_rank, connection in list(self._connections.items()):
@@ -146,12 +148,12 @@ class WorkerChannel:
         self._connections, self._early = {}, {}
 
     def _accept(self) -> bool:
-        """Whether there was a connection."""
+        """Accept one connection. Returns whether there was one."""
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return False
-        except OSError:
+        except OSError:  # no descriptor is left: the socket stays readable, and the loop would spin
             self._loop.remove_reader(self._listening)
             if self._accept_again is not None:
                 self._accept_again.cancel()
@@ -168,6 +170,7 @@ class WorkerChannel:
         return True
 
     def _admit(self, pid: int, connection: socket.socket) -> None:
+        """Take this connection as that of a worker, keep it until the worker's start is reported, or close it."""
         pids = self._pids()
         local_rank = next((rank for rank, its_pid in pids.items() if its_pid == pid), None)
         if local_rank is not None:
@@ -180,13 +183,13 @@ class WorkerChannel:
             connection.close()
 
     def _readable(self, local_rank: int, connection: socket.socket) -> bool:
-        """Whether there was a message."""
+        """Handle one message of this worker. Returns whether there was one."""
         try:
             received = seqpacket.receive(connection)
             if received is None:
                 self.forget(local_rank)
                 return False
-            for fd in received[1]:
+            for fd in received[1]:  # no message has descriptors, but a worker may send some
                 os.close(fd)
             message = msgspec.convert(received[0], WorkerMessage)
         except BlockingIOError:
@@ -196,7 +199,7 @@ class WorkerChannel:
             return False
         except (ValueError, msgspec.ValidationError):
             self.forget(local_rank)
-            self._on_nonsense(local_rank)
+            self._on_invalid(local_rank)
             return False
         self._on_message(local_rank, message)
         return True

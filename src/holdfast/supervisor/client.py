@@ -23,22 +23,23 @@ from holdfast.supervisor.release import Lateness, allowed_s
 from holdfast.supervisor.supervisor import SupervisorHandle, exec_supervisor
 
 KILL_LIMIT_S = 10.0
-"""The time from SIGKILL until a whole tree has ended; only processes stuck in the kernel take longer."""
+"""Limit for a whole tree to end after SIGKILL (s). Only processes stuck in the kernel take longer."""
 CLOSE_LIMIT_S = 15.0
-"""A supervisor that has not ended this long after it was asked to is killed. Above the supervisor's own limit."""
+"""Limit for a supervisor to end after it was asked to (s); then it is killed. It is above the supervisor's own limit,
+END_LIMIT_S."""
 
 
 CONFIRM_S_MAX = 5.0
-"""A supervisor that has not executed an order to end workers after this time is killed, and the workers with it."""
+"""Limit for a supervisor to execute an order to end workers (s); then it is killed, and the workers with it."""
 SPAWN_CONFIRM_S_MAX = 30.0
-"""The same for an order to start a process."""
+"""Limit for a supervisor to execute an order to start a process (s); then it is killed, and the workers with it."""
 CONFIRM_LOOKS = 10
-"""So often we look for the confirmation. A look does not count while this process does not run, as after a suspension
-of the whole node."""
+"""Number of looks for a confirmation within its limit. Time is counted by looks: while this process does not run, as
+during a suspension of the whole node, there are none."""
 
 REVIVALS_MAX = 5
+"""Number of supervisors that may be started again within REVIVAL_WINDOW_S. Then the cause will end the next one too."""
 REVIVAL_WINDOW_S = 60.0
-"""A supervisor that ended too often within this time is not started again: the cause will end the next one too."""
 
 
 class Revivals:
@@ -79,7 +80,7 @@ class ProcessEnded(Struct, frozen=True, tag_field="is", tag="ended"):
     key: str
     pid: int
     exit_code: int
-    """As waitpid reports it: 0..255, or -N for signal N."""
+    """The exit code, 0..255, or -N for signal N."""
 
 
 class TreeKilled(Struct, frozen=True, tag_field="is", tag="tree_gone"):
@@ -89,15 +90,15 @@ class TreeKilled(Struct, frozen=True, tag_field="is", tag="tree_gone"):
     """Processes that did not die within the limit: stuck in the kernel. Usually empty."""
 
 
-class PreloadTold(Struct, frozen=True, tag_field="is", tag="preload"):
-    """Reports what the fork server imports ahead for the workers."""
+class PreloadReported(Struct, frozen=True, tag_field="is", tag="preload"):
+    """The fork server has imported modules for the workers, or could not."""
 
     text: str
     trouble: bool
-    """Workers start more slowly than requested."""
+    """Workers start more slowly than requested, for the reason in `text`."""
 
 
-class StandbyTold(Struct, frozen=True, tag_field="is", tag="standby"):
+class StandbysReported(Struct, frozen=True, tag_field="is", tag="standby"):
     """The next generation's workers are forked and parked."""
 
     pids: tuple[int, ...]
@@ -117,42 +118,44 @@ class Fenced(Struct, frozen=True, tag_field="is", tag="fenced"):
 
 
 class SupervisorKilled(Struct, frozen=True):
-    """The supervisor did not confirm an order within this time and was killed. SupervisorDied follows."""
+    """The supervisor did not confirm an order in time and was killed. SupervisorDied follows."""
 
     silent_s: float
+    """Time for which there was no confirmation (s)."""
 
 
 class SupervisorDied(Struct, frozen=True):
     """The supervisor ended without a request; its workers die with it. See `revive_supervisor`."""
 
 
-Report = ProcessStarted | SpawnFailed | ProcessEnded | TreeKilled | PreloadTold | StandbyTold | Fenced
+Report = ProcessStarted | SpawnFailed | ProcessEnded | TreeKilled | PreloadReported | StandbysReported | Fenced
 """The supervisor's events, by the tag "is"."""
 SupervisorEvent = Report | SupervisorKilled | SupervisorDied
 
 
 class Demand:
-    """Waits for one confirmation, as long as the supervisor may take."""
+    """Waits for one confirmation of the supervisor, within a limit."""
 
     def __init__(self, number: int, pid: int, limit_s: float, on_late: Callable[[float], None]) -> None:
-        """`on_late` gets the time for which there was no confirmation."""
+        """`on_late` gets the time for which there was no confirmation (s)."""
         self.number = number
         self._limit_s = limit_s
         self._late = Lateness(pid)
         self._on_late = on_late
-        self._listened_s = 0.0
+        self._waited_s = 0.0
+        """Time for which this process has waited, as far as it ran itself."""
         self._loop = asyncio.get_running_loop()
-        self._look_in()
+        self._set_timer()
 
-    def _look_in(self) -> None:
+    def _set_timer(self) -> None:
         self._timer = self._loop.call_later(self._limit_s / CONFIRM_LOOKS, self._look)
 
     def _look(self) -> None:
-        self._listened_s += self._limit_s / CONFIRM_LOOKS
-        if self._listened_s < allowed_s(self._limit_s, self._late.waited_s()):
-            self._look_in()
+        self._waited_s += self._limit_s / CONFIRM_LOOKS
+        if self._waited_s < allowed_s(self._limit_s, self._late.waited_s()):
+            self._set_timer()
         else:
-            self._on_late(self._listened_s)
+            self._on_late(self._waited_s)
 
     def cancel(self) -> None:
         self._timer.cancel()
@@ -164,8 +167,8 @@ class SupervisorClient:
     def __init__(
         self, handle: SupervisorHandle, on_event: Callable[[SupervisorEvent], None], *, at_once_s: float = CONFIRM_S_MAX
     ) -> None:
-        """`at_once_s`: how long the supervisor may take to confirm when a time of the fence has passed: soon after it
-        others go on without these workers."""
+        """`at_once_s`: limit for the supervisor to confirm when a time of the fence has passed (s). It is short: soon
+        after that time others go on without these workers."""
         processes.become_subreaper()  # if the supervisor dies, its children become ours
         self.handle = handle
         self._on_event = on_event
@@ -177,12 +180,13 @@ class SupervisorClient:
         self._ended = asyncio.Event()
         self._closing = False
         self._killed = False
-        """By us: it did not confirm an order, or did not end."""
+        """We killed it: it did not confirm an order, or did not end."""
         self._spawned = False
         """It has been ordered to start a process: before that there is nothing to end."""
         self._demands: list[Demand] = []
+        """Confirmations that we wait for."""
         self._demanded = 0
-        """The number of the newest one."""
+        """The number of the newest demand."""
         self._fence_timers: list[asyncio.TimerHandle] = []
         self._loop.add_reader(self._sock, self._readable)
 
@@ -268,13 +272,13 @@ class SupervisorClient:
         self._demands.append(Demand(self._demanded, self.handle.pid, limit_s, self._late))
 
     def keep_logs(self, spools: Mapping[str, int], *, first: bool) -> None:
-        """Have the supervisor move to these log files what this process has not moved when it is killed. `spools`: the
+        """Let the supervisor move the rest of these logs to their files if this process is killed. `spools`: the
         descriptor of each file's spool (log_spool.py). `first`: they replace those of earlier calls."""
         self._send({"do": "logs", "paths": list(spools), "first": first}, list(spools.values()))
 
     def remove_at_end(self, path: str) -> None:
-        """Have the supervisor remove this folder of plain files at its end: the folder is in memory and must not
-        outlive the agent."""
+        """Let the supervisor remove this folder of plain files at its end. The folder is in memory and must not outlive
+        the agent, however that ends."""
         self._send({"do": "remove", "path": path})
 
     def kill_tree(self, limit_s: float = KILL_LIMIT_S, *, confirm_s: float = CONFIRM_S_MAX) -> None:
@@ -299,7 +303,7 @@ class SupervisorClient:
             except TimeoutError:
                 self._kill()
                 await self._ended.wait()
-        # a supervisor that exited by itself left no process behind
+        # A supervisor that exited by itself left no process behind. If it was killed, its orphans are our children now.
         if orderly and not self._killed:
             await asyncio.to_thread(reap, self.handle)
         else:
@@ -383,6 +387,6 @@ def sweep(handle: SupervisorHandle, spare: Collection[int] = ()) -> list[int]:
 
 
 def revive_supervisor(dead: SupervisorHandle, spare: Collection[int] = ()) -> SupervisorHandle:
-    """After SupervisorDied: sweep, then start another supervisor. Blocks (call it in a thread). Raises OSError."""
+    """Sweep after SupervisorDied, then start another supervisor. Blocks (call it in a thread). Raises OSError."""
     sweep(dead, spare)
     return exec_supervisor(dead.ignored, dead.descriptors)

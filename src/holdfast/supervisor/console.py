@@ -26,15 +26,17 @@ from holdfast.text import visible
 
 PIECE_BYTES_MAX = 4096
 """PIPE_BUF: a pipe or terminal that polls as writable takes this much without blocking."""
-SAID_LINES_MAX = 10_000
+OWN_LINES_MAX = 10_000
+"""Number of the launcher's own lines that wait for a blocked console. Later ones are counted and dropped."""
 CALM_S = 0.01
-"""A busy worker wakes us at most this often; a line after silence is shown at once."""
+"""Shortest time between two turns for changes of files (s): a busy worker changes its file all the time. A line after
+silence is shown at once."""
 CLOSE_S_MAX = 1.0
 
 SAY_PREFIX = "holdfast: "
 ERASE = b"\r\x1b[K"
 CLIP, UNCLIP = b"\x1b[?7l", b"\x1b[?7h"
-"""Without automatic wrap a long transient line stays on one row, so that ERASE removes all of it."""
+"""Automatic wrap off and on: without it, a long transient line stays on one row, so that ERASE removes all of it."""
 RESET = b"\x1b[0m"
 
 
@@ -45,8 +47,8 @@ class Source(Protocol):
         """A descriptor that is readable when there may be news."""
 
     def pump(self, now: float) -> float | None:
-        """Put the lines that are ready into free streams. Returns the monotonic time of the next call; None: call at
-        news or room."""
+        """Put the lines that are ready into free streams. Returns the monotonic time of the next call; None: call it
+        when the descriptor is readable, or when a stream has room again."""
 
     @property
     def progress(self) -> int:
@@ -101,8 +103,8 @@ class ConsoleStream:
         self.flush()
 
     def put_prompt(self, text: bytes) -> None:
-        """On a live terminal: show a question whose answer is typed after it. It stays, and the next line begins on a
-        row of its own."""
+        """Show a question on a live terminal; its answer is typed after it. It stays, and the next line begins on a row
+        of its own."""
         if not self.broken:
             before = self._with_transient(self._fresh_row(), b"")
             self._pending = memoryview(bytes(self._pending) + before + text + RESET)
@@ -126,8 +128,8 @@ class ConsoleStream:
             self._pending = self._pending[count:]
 
     def _fresh_row(self) -> bytes:
-        """Move to the beginning of an empty row, whether Enter has left the prompt's row or not: blanks for a whole row
-        but one move to the next row only from within a row."""
+        """The bytes that lead to the beginning of an empty row, whether Enter has left the prompt's row or not: blanks
+        for a whole row but one move to the next row only from within a row."""
         if not self._row_is_open:
             return b""
         self._row_is_open = False
@@ -164,9 +166,12 @@ class Console:
         self._lost = self.out.broken
         """The loss of stdout's reader is reported already, or there never was one."""
         self._sources: tuple[Source, ...] = ()
-        self._said: deque[bytes] = deque()
-        self._saying = False
-        self._unsaid = 0
+        self._own_lines: deque[bytes] = deque()
+        """The launcher's own lines that are not written yet."""
+        self._writing = False
+        """Own lines were taken from the queue, and are being written."""
+        self._dropped = 0
+        """Number of own lines that did not fit into the queue and are not reported yet."""
         self._news = threading.Condition()
         """Guards the state that callers and the thread share; notified after each turn of the thread."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -183,10 +188,10 @@ class Console:
         lines = [f"{prefix}{line}\n".encode(errors="surrogateescape") for line in visible(text).splitlines()]
         with self._news:
             for line in lines:
-                if len(self._said) < SAID_LINES_MAX:
-                    self._said.append(line)
+                if len(self._own_lines) < OWN_LINES_MAX:
+                    self._own_lines.append(line)
                 else:
-                    self._unsaid += 1
+                    self._dropped += 1
             self._wake()
 
     def attach(self, source: Source) -> None:
@@ -225,7 +230,7 @@ class Console:
         """Show what is queued and end the thread; False when the console did not move for `drain_s_max`."""
         if self._closed:
             return True
-        shown = self._thread is None or self.wait(lambda: not (self._said or self._saying), drain_s_max)
+        shown = self._thread is None or self.wait(lambda: not (self._own_lines or self._writing), drain_s_max)
         with self._news:
             self._closed = True
             if self._thread is None:
@@ -243,7 +248,7 @@ class Console:
             # A daemon: it may be inside a write to a terminal that was stopped at the wrong moment.
             thread = threading.Thread(target=self._run, name="holdfast-console", daemon=True)
             thread.start()
-            self._thread = thread  # only now: nobody waits for a thread that could not be started
+            self._thread = thread  # only now: `close` must not wait for a thread that could not be started
         os.eventfd_write(self._wake_fd, 1)
 
     def _progress(self) -> int:
@@ -256,8 +261,8 @@ class Console:
             now = time.monotonic()
             for stream in self._streams:
                 stream.flush()
-            self._say_lost()
-            self._put_said()
+            self._report_lost_reader()
+            self._put_own_lines()
             dues = [due for source in self._sources if (due := source.pump(now)) is not None]
             with self._news:
                 self._news.notify_all()
@@ -265,27 +270,28 @@ class Console:
         with self._news:
             os.close(self._wake_fd)
 
-    def _say_lost(self) -> None:
+    def _report_lost_reader(self) -> None:
         """Report once that stdout's reader is gone (`| head`), since the job itself continues."""
         if self.out.broken and not self._lost and not self.err.broken:
             self._lost = True
             self.say("standard output has no reader any more; the job continues, and `holdfast logs` shows its lines")
 
-    def _put_said(self) -> None:
+    def _put_own_lines(self) -> None:
         if not self.err.free:
             return
         with self._news:
-            lines = list(self._said)
-            if self._unsaid:
-                lines.append(f"{SAY_PREFIX}({self._unsaid} more lines dropped: the console was blocked)\n".encode())
-            self._said.clear()
-            self._unsaid = 0
-            self._saying = bool(lines)
+            lines = list(self._own_lines)
+            if self._dropped:
+                lines.append(f"{SAY_PREFIX}({self._dropped} more lines dropped: the console was blocked)\n".encode())
+            self._own_lines.clear()
+            self._dropped = 0
+            self._writing = bool(lines)
         if lines:  # outside the lock: `say` must not wait for a terminal
             self.err.put(b"".join(lines))
-            self._saying = False
+            self._writing = False
 
     def _wait_for_work(self, due: float | None) -> None:
+        """Wait until there is something to do. Changes of files are ignored for CALM_S after the last ones."""
         now = time.monotonic()
         if now < self._calm_until:
             calm_due = self._calm_until if due is None else min(due, self._calm_until)
@@ -295,7 +301,8 @@ class Console:
             self._calm_until = time.monotonic() + CALM_S
 
     def _poll(self, due: float | None, *, with_sources: bool) -> bool:
-        """Wait for a call, for room in a stream with pending lines, or for news; False when `due` came first."""
+        """Wait for a call, for room in a stream with pending lines, or for a change of a source. Returns False when
+        `due` came first."""
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
         for stream in self._streams:
@@ -313,7 +320,8 @@ class Console:
 
 COPY_BYTES_MAX = 65_536
 HANGUP_S_MAX = 0.5
-"""After the workers are dead, how long a left-over process may keep their terminal open before we stop listening."""
+"""Time after the end of the workers for which we still read their terminal (s): a process that they have left behind
+may keep it open."""
 COLUMNS_MIN = 20
 _OPOST_INDEX, _LOCAL_INDEX = 1, 3
 

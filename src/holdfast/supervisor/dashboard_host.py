@@ -1,8 +1,8 @@
 """The dashboard's process, a service of the node that hosts the coordinator (service_host.py).
 
 The agent binds the socket and keeps it: a dashboard that ends unexpectedly is started again at the same address, where
-open pages connect by themselves. Nothing waits for it but the end of the job, at most FINISH_LIMIT_S. It reads what the
-commands read; this socket only carries credentials and the end. Knows no web framework.
+open pages connect by themselves. Only the end of the job waits for it, for at most FINISH_LIMIT_S. The dashboard reads
+what the commands read; its socket to the agent only carries credentials and the end. Knows no web framework.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.text import is_loopback
 DASHBOARD = "dashboard"
 LISTENING_FD = 4
 FINISH_LIMIT_S = 2.0
-"""At the end of the job: for the browsers to get it."""
+"""Limit for the browsers to get the end of the job (s)."""
 STARTS_MAX = 4
 """A dashboard that ends as often as this is not started again."""
 
@@ -43,13 +43,15 @@ def check_packages() -> None:
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """The same for every process that serves one dashboard: browsers stay logged in when it is started again."""
+    """The keys of one dashboard. They are the same for each of its processes: browsers stay logged in when it is
+    started again."""
 
     token: str
-    """Empty: it was used, and works only once."""
+    """The token of the login link; empty: it was used, and works only once."""
     secret: str
-    """From this the cookie is made."""
+    """The secret from which the cookie is made."""
     once: bool
+    """The token works only once."""
 
     @classmethod
     def make(cls, *, once: bool) -> Credentials:
@@ -66,13 +68,13 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def login_link(address: Endpoint, token: str) -> str:
-    """`address`: where it is served, with the port."""
+    """The link that logs a browser in. `address`: the host and port at which the dashboard is served."""
     host = socket.gethostname() if address.host in ("0.0.0.0", "::") else address.host
     return f"http://{Endpoint(host=host, port=address.port)}/login?token={token}"
 
 
 class DashboardHost:
-    """Starts and ends it. Pass every event of the supervisor to `handle`."""
+    """Starts and ends the dashboard's process. Pass every event of the supervisor to `handle`."""
 
     def __init__(
         self,
@@ -83,9 +85,9 @@ class DashboardHost:
         journal: Journal,
         say: Callable[[str], None],
     ) -> None:
-        """`folder`: the run folder; empty: there is none. `say`: for users. Raises MissingPackageError."""
+        """`folder`: the run folder; empty: there is none. `say` shows a line to users. Raises MissingPackageError."""
         check_packages()
-        self._process = ServiceProcess(supervisor, DASHBOARD, self._heard, self._gone_silent)
+        self._process = ServiceProcess(supervisor, DASHBOARD, self._on_packet, self._on_silent)
         self._place = place
         self._about = {"agent": os.getpid(), "run_id": run_id, "folder": folder}
         self._credentials = Credentials.make(once=is_loopback(place.host))
@@ -129,13 +131,14 @@ class DashboardHost:
             self._start()
 
     async def close(self, outcome: Outcome | None) -> None:
-        """Send the browsers how the job has ended, and end it. `outcome` None: a fault of ours ends this agent."""
+        """Send the browsers how the job has ended, and end the dashboard. `outcome` None: a fault of ours ends this
+        agent."""
         if self._process.running and outcome is not None:
             with contextlib.suppress(OSError, TimeoutError):  # the end of the job does not wait for one that stalls
                 self._process.send({"do": "finish", "outcome": msgspec.to_builtins(outcome)})
                 async with asyncio.timeout(FINISH_LIMIT_S):
                     await self._gone.wait()
-        self._starts = STARTS_MAX
+        self._starts = STARTS_MAX  # an end that is reported later starts no other one
         self._process.drop()
         if self._listening is not None:
             self._listening.close()
@@ -155,11 +158,11 @@ class DashboardHost:
         elif self._starts == STARTS_MAX:
             self._say(f"the dashboard {why}, and is not started again; `holdfast dashboard` opens one")
 
-    def _heard(self, packet: seqpacket.Message) -> None:
+    def _on_packet(self, packet: seqpacket.Message) -> None:
         if packet.get("is") == "used":
             self._credentials = msgspec.structs.replace(self._credentials, token="")
         elif packet.get("is") == "fault":
             self._journal.write("observer_fault", what=DASHBOARD, error=str(packet.get("text")))
 
-    def _gone_silent(self) -> None:
+    def _on_silent(self) -> None:
         self._gone.set()

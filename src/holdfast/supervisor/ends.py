@@ -60,8 +60,8 @@ class OomWatch:
 
 
 def _counter_files(root: Path) -> list[Path]:
-    """Where the counter may be: cgroup version 2, version 1, and as seen from inside a container (the cgroup is the
-    root)."""
+    """Files that may have the counter: of cgroup version 2 or 1, and as seen from inside a container, where the cgroup
+    is the root."""
     files: list[Path] = []
     for group in own_groups(root):
         is_memory = "memory" in group.controllers.split(",")
@@ -73,8 +73,11 @@ def _counter_files(root: Path) -> list[Path]:
 
 
 def failure_of_spawn(bare: Failure, *, error_number: int, text: str) -> Failure:
-    """The failure of a worker whose program could not be executed. Exit codes are a shell's: 127 not found, else 126; 1
-    where the machine had no room for a process, which does not concern the program."""
+    """The failure of a worker whose program could not be executed.
+
+    Exit codes are a shell's: 127 if it was not found, else 126. The code is 1 if the machine had no room for a process:
+    that is no fault of the program.
+    """
     code = _spawn_code(error_number)
     return structs.replace(bare, exit_code=code, message=text, started=False, lived_s=0.0)
 
@@ -85,7 +88,7 @@ def _spawn_code(error_number: int) -> int:
     return _NOT_FOUND if error_number == errno.ENOENT else _NOT_EXECUTABLE
 
 
-def noted(failure: Failure) -> dict[str, object]:
+def fields_of(failure: Failure) -> dict[str, object]:
     """The fields of the journal's event `worker_failed`."""
     return {
         "local_rank": failure.local_rank,
@@ -109,25 +112,27 @@ class Worker(Struct):
     local_rank: int
     streams: WorkerStreams
     key: str
-    """Its name at the supervisor."""
+    """The supervisor's name for it."""
     generation: int
-    """The newest one in which it has a place; 0: it is a replacement that has none yet."""
+    """The newest generation in which it has a place; 0: it is a replacement that has none yet."""
     pid: int = 0
+    """Its process; 0: its start is not reported yet."""
     began_s: float = 0.0
+    """The time of the order to start it (s of the loop's clock)."""
     raised: bool = False
     """Its program raised an exception, which is reported before the process ends."""
     able: bool = False
     """It can go on in another generation."""
     ready: bool = False
-    """It waits for its first place."""
+    """It is a replacement and waits for its first place."""
     stepped: int = 0
     """The newest generation that it has joined from another one and in which it has done a step."""
     gate: int = 0
     """The generation for which it waits at the gate; 0: it does not wait."""
     suspended_at_s: float = inf
-    """When somebody has suspended it while others run."""
+    """The time at which it was first seen suspended while others run (s of the loop's clock); inf: it is not."""
     facts: dict[str, str] = {}
-    """What this agent knows of its end."""
+    """Facts about its end that no file shows: why this agent has killed it."""
 
 
 class Ends:
@@ -148,22 +153,22 @@ class Ends:
         self._router = router
         self._oom = oom
         self.generation = generation
-        """The present one; it changes when workers go on in another."""
+        """The present generation; it changes when workers go on in another."""
         self._reading: set[asyncio.Task[None]] = set()
-        """Readers for failures that have been reported."""
+        """Tasks that read the evidence of failures that have been reported."""
         self._waiting: set[asyncio.Task[None]] = set()
-        """Readers for ends with 0 that have not been reported, and for later ends."""
+        """Tasks for ends that are not reported yet: each end with 0, and all ends after it."""
         oom.renew()
 
-    def unstarted(self, bare: Failure, error_number: int, text: str) -> None:
+    def not_started(self, bare: Failure, error_number: int, text: str) -> None:
         """Report a worker whose program could not be executed."""
         failure = failure_of_spawn(bare, error_number=error_number, text=text)
-        self._journal.write("worker_failed", generation=self.generation, **noted(failure))
+        self._journal.write("worker_failed", generation=self.generation, **fields_of(failure))
         self._emit(WorkerEnded(self.generation, failure.local_rank, failure))
 
     def report(self, worker: Worker, bare: Failure, *, raised: bool = False) -> None:
         """Report a failure at once; FailureRead follows when the worker's files have been read. An end with 0 is
-        reported after its files have been read, and later ends wait for it.
+        reported after its files have been read, and later ends wait for it: the order of the ends shows the cause.
 
         `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; its process still
         runs.
@@ -176,6 +181,7 @@ class Ends:
             self._begin(work, self._waiting)
 
     async def all_reported(self) -> None:
+        """Wait until every end is reported and its evidence is read."""
         while self._waiting or self._reading:
             await asyncio.wait((*self._waiting, *self._reading))
 
@@ -203,8 +209,9 @@ class Ends:
             self._begin(self._read(worker, bare, died_in), self._reading)
 
     async def _read(self, worker: Worker, bare: Failure, died_in: int) -> None:
-        """`died_in`: the evidence belongs to that generation, also if the others go on in another one meanwhile."""
+        """Read the evidence of a failure and report it. It belongs to the generation `died_in`, also if the others go
+        on in another one meanwhile."""
         failure = await asyncio.to_thread(with_evidence, bare, worker.streams, out_of_memory=self._oom.struck)
-        self._journal.write("worker_failed", generation=died_in, **noted(failure))
+        self._journal.write("worker_failed", generation=died_in, **fields_of(failure))
         self._router.failed(failure.rank, failure.traceback)
         self._emit(FailureRead(died_in, worker.local_rank, failure))

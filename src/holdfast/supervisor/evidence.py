@@ -126,13 +126,13 @@ def read_tail(spool: Spool | None) -> str:
 def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Callable[[], bool]) -> Failure:
     """The failure of a worker that ended with a nonzero code, with the evidence from its files.
 
-    `out_of_memory`: `OomWatch.struck`; counts only for a worker that SIGKILL ended before the agent stopped it.
+    `out_of_memory`: `OomWatch.struck`. It counts only for a worker that SIGKILL ended before the agent stopped it.
     """
     error_file, stderr_file = str(streams.error_file or ""), str(streams.stderr_file or "")
     recorded = read_error_file(error_file)
     stderr_tail = read_tail(streams.stderr)
     facts = bare.facts
-    if not bare.after_stop:
+    if not bare.after_stop:  # the words of a worker that we stopped are a consequence, and point to no cause
         facts = facts | facts_for(
             f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", bare.exit_code, stderr_file
         )
@@ -165,19 +165,23 @@ def _last_lines(tail: str) -> str:
 
 
 SHM = "/dev/shm"
+"""The file system behind the shared memory of torch's data loaders."""
 MIB = 2**20
 GIB = 2**30
 FACT_CHARACTERS_MAX = 240
 INTERFACES_SHOWN_MAX = 8
 PATH = r"(?<![\w/:.])/[\w.~+=@-]+(?:/[\w.~+=@-]+)+"
+"""An absolute path in the words of a failure."""
 PATHS_MAX = 16
 SLOW_MOUNTS = r"^(?:nfs|cifs|smb|fuse|9p|ceph|autofs|afs|glusterfs)"
-"""File systems that may never answer. They are asked only where the words name a path on them."""
+"""File systems that may never answer. They are examined only if the words name a path on them."""
 NO_DISKS = (
     r"^(?:proc|sysfs|cgroup2?|devpts|mqueue|securityfs|debugfs|tracefs|bpf|pstore|configfs|squashfs|iso9660|nsfs"
     r"|efivarfs)$"
 )
+"""File systems that keep no data of a job."""
 FULL = 0.99
+"""Used share of a disk from which it counts as full."""
 MODULE = (
     r"\bmodule '([\w.]+)' has no|from (?:partially initialized module )?'([\w.]+)'(?! \([^)]*/(?:site|dist)-packages/)"
     r"|No module named '([\w.]+)'"
@@ -221,8 +225,8 @@ _WORDS = {
     "port": ("address already in use", "eaddrinuse"),
     "hides": ("error: module '", "initialized module '", "cannot import name ", "no module named "),
 }
-"""Words, in lower case, that ask for a fact. Not every lost connection does: collecting facts delays the report of a
-failure."""
+"""Words, in lower case, for which a fact is collected. Not every lost connection is among them: collecting facts delays
+the report of a failure."""
 
 
 def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
@@ -238,10 +242,10 @@ def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
         "hides": partial(hides, words),
     }
     small = words.lower()
-    asked = {name for name, signs in _WORDS.items() if any(sign in small for sign in signs)}
-    if exit_code in (-signal.SIGBUS, 128 + signal.SIGBUS):
-        asked.add("shm")
-    found = {name: _fact_text(readers[name]) for name in readers if name in asked}
+    wanted = {name for name, signs in _WORDS.items() if any(sign in small for sign in signs)}
+    if exit_code in (-signal.SIGBUS, 128 + signal.SIGBUS):  # a full /dev/shm ends a process without any word
+        wanted.add("shm")
+    found = {name: _fact_text(readers[name]) for name in readers if name in wanted}
     return {name: text[:FACT_CHARACTERS_MAX] for name, text in found.items() if text}
 
 

@@ -7,8 +7,10 @@ are forked ahead, for the next generation. They wait parked, recorded by the sup
 within a millisecond.
 
 Modules that only restarts need are imported while workers run, in a copy of the fork server: the next one. It is the
-supervisor's child, too. Nobody waits for it: until it is ready, the present one forks. Then the next one takes its
-place, and the standbys are forked again. One that dies, hangs or is suspended changes nothing. Standard library only.
+supervisor's child, too. No start waits for it: until it is ready, the present one forks. Then the next one takes its
+place, and the standbys are forked again. If it dies, hangs or is suspended, the present one stays.
+
+Standard library only.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ from holdfast import seqpacket
 from holdfast.supervisor import processes
 
 KEY = "fork-server"
+"""The key of the fork server, and of the next one."""
 STANDBY = "standby"
 """The key of all parked workers."""
 QUIET_S = 1.0
-"""Standbys and the next fork server are forked this long after the last worker was started: not while the workers
-themselves start."""
+"""Time from the start of the last worker until standbys and the next fork server are forked (s): they must not slow
+down the start of the workers."""
 CONTROL_FD = 3
+"""The fork server's descriptor of its control socket."""
 REBUILDS_MAX = 10
-"""Starts per job; a fork server that ends more often does not work on this machine."""
+"""Number of times that a job starts its fork server again. One that ends more often does not work on this machine."""
 ANSWER_BYTES_MAX = 4096
-WISH_FIELDS = ("argv", "env_set", "env_unset", "cwd", "cpus")
+REQUEST_FIELDS = ("argv", "env_set", "env_unset", "cwd", "cpus")
+"""Fields of a command that the fork server needs."""
 
 Command = dict[str, Any]
 
@@ -62,15 +67,15 @@ class Fork:
 
     def packet(self) -> tuple[Command, list[int]]:
         """The request, and the descriptors that go with it: 0, 1 and 2 are the supervisor's own where not named."""
-        answer = [] if self.parked_pid else [self.theirs.fileno()]
+        answer = [] if self.parked_pid else [self.theirs.fileno()]  # a standby has its socket already
         if self.modules is not None:
             return {"next": self.modules, "supervisor": os.getpid()}, answer
         if self.command is None:
             return {"park": True, "supervisor": os.getpid()}, answer
         numbers = list(self.command["fds"])
         own = [number for number in (0, 1, 2) if number not in numbers]
-        wish = {name: self.command[name] for name in WISH_FIELDS}
-        return {**wish, "fds": numbers + own, "supervisor": os.getpid()}, [*answer, *self.fds, *own]
+        request = {name: self.command[name] for name in REQUEST_FIELDS}
+        return {**request, "fds": numbers + own, "supervisor": os.getpid()}, [*answer, *self.fds, *own]
 
     def close(self) -> None:
         self.ours.close()
@@ -101,33 +106,38 @@ class ForkServerClient:
         poller: select.poll,
         spawn: Callable[[Command, list[int]], int],
         forked: Callable[[Command, int], None],
-        tell: Callable[[dict[str, Any]], None],
+        emit: Callable[[dict[str, Any]], None],
     ) -> None:
         """`spawn` starts a program by exec and returns its pid (0: none was started), `forked` records a process that
-        was forked, `tell` passes an event on."""
+        was forked, `emit` sends an event to the agent."""
         self._poller = poller
         self._spawn = spawn
         self._forked = forked
-        self._tell = tell
+        self._emit = emit
         self._order: Command | None = None
+        """The order to start it, without the modules that turned out to be unfit; None: there was none."""
         self._control: socket.socket | None = None
+        """Our end of its control socket; None: workers are started by exec."""
         self._pid = 0
-        """The fork server's; 0: it could not be started."""
+        """The process; 0: it could not be started."""
         self._ready = False
+        """It has reported that its imports are done."""
         self._next: Next | None = None
         self._rebuilds = 0
         self._unfit = False
+        """It has reported a module that cannot be forked, and ends."""
         self._queue: deque[tuple[Command, list[int], Fork | None]] = deque()
         """Requests that the fork server has not taken yet."""
         self._forks: dict[int, Fork] = {}
         """Requested workers, standbys and next fork servers, by descriptor of our end of the answer's socket."""
         self._prepare_at_s = inf
-        """When to prepare for the next generation, by the monotonic clock."""
+        """The time at which standbys and the next fork server are due (monotonic s); inf: they are not."""
         self._later: list[str] = []
         """Modules that the present fork server does not have and that the next one is to import."""
         self._served = False
         """Whether a worker was requested: only then are preparations useful."""
         self._reported: set[str] = set()
+        """Reasons for starts by exec that were reported. Each is reported once, not for each worker."""
 
     def begin(self, order: Command) -> None:
         """Start the fork server; `order` comes from supervisor/worker_command.py."""
@@ -135,8 +145,8 @@ class ForkServerClient:
         self._try_start(order)
 
     def takes(self, command: Command) -> bool:
-        """Whether to send this request to it. Not while the fork server is started for the second time: exec is faster
-        then."""
+        """Whether to send this request to the fork server. False while it is started again: exec is faster then.
+        During its first start, requests wait for its imports."""
         return bool(command.get("warm")) and self._control is not None and (self._ready or self._rebuilds == 0)
 
     def ask(self, command: Command, fds: list[int]) -> None:
@@ -155,8 +165,8 @@ class ForkServerClient:
             return
         self._flush()
 
-    def patience_s(self) -> float:
-        """Seconds until `tick` is due."""
+    def due_in_s(self) -> float:
+        """Seconds until `tick` is due; inf: it is not."""
         return self._prepare_at_s - time.monotonic()
 
     def tick(self) -> None:
@@ -169,6 +179,7 @@ class ForkServerClient:
             self._fork_next()
 
     def owns(self, fd: int) -> bool:
+        """Whether `serve` handles this descriptor."""
         return fd in self._forks or fd in self._controls()
 
     def serve(self, fd: int) -> None:
@@ -177,7 +188,7 @@ class ForkServerClient:
             self._read_answer(self._forks[fd])
         else:
             self._flush()
-            self._listen()
+            self._read_reports()
 
     def read_answers(self) -> None:
         """Process every answer that has already arrived."""
@@ -190,30 +201,35 @@ class ForkServerClient:
 
         `key`: that worker; None: all but services.
         """
-        self.read_answers()
+        self.read_answers()  # a worker that has answered is recorded, and gets the signal like any other
         for fork in list(self._forks.values()):
             command = fork.command
             if command is not None and (command["key"] == key or (key is None and not command["service"])):
                 self._drop(fork)
-                self._tell({"is": "ended", "key": command["key"], "pid": 0, "exit_code": -signum})
+                self._emit({"is": "ended", "key": command["key"], "pid": 0, "exit_code": -signum})
 
     def ended(self, pid: int, exit_code: int) -> None:
         """A fork server has ended: start another one, unless that would end in the same way."""
-        self._listen_to_next()
+        # What it has reported before comes first: it may say why it ended, or that the next one is the present one now.
+        self._read_reports_of_next()
         if self._next is not None and pid == self._next.pid:
             self._next_ended(self._next, exit_code)
             return
-        self._listen()
+        self._read_reports()
         if pid != self._pid:  # it was replaced
             return
+
         self._close()
         assert self._order is not None
         was_ready, self._ready = self._ready, False
         unfit, self._unfit = self._unfit, False
+        # One that ended during its imports would do so again, unless it left out what is unfit or was killed.
         again = bool(self._order["modules"]) if unfit else was_ready or exit_code == -signal.SIGKILL
         again = again and self._rebuilds < REBUILDS_MAX
         if not unfit:
-            self._say(f"the fork server ended with exit code {exit_code}", "it is built again" if again else "")
+            self._report_problem(
+                f"the fork server ended with exit code {exit_code}", "it is built again" if again else ""
+            )
         if again:
             self._rebuilds += 1
             self._try_start(self._order)
@@ -225,7 +241,7 @@ class ForkServerClient:
             self._start(order)
         except OSError as error:
             self._close()
-            self._say(f"the fork server cannot be started: {error.strerror}", "")
+            self._report_problem(f"the fork server cannot be started: {error.strerror}", "")
 
     def _start(self, order: Command) -> None:
         self._control, theirs = seqpacket.pair()
@@ -250,12 +266,14 @@ class ForkServerClient:
             theirs.close()
             for fd in fds:
                 os.close(fd)
+
         self._later = list(order["later"])
         first = {"modules": order["modules"], **order["worker"]}
         self._queue.appendleft((first, [], None))
         self._flush()
 
     def _flush(self) -> None:
+        """Send the requests that the control socket takes now; the others wait for POLLOUT."""
         while self._queue and self._control is not None:
             packet, fds, fork = self._queue[0]
             try:
@@ -263,13 +281,13 @@ class ForkServerClient:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._queue.popleft()  # its end will arrive as an event
+                self._queue.popleft()  # the fork server is gone: `ended` will be called
                 if fork is not None:
                     self._give_up(fork, os.strerror(error.errno or 0))
                 continue
             self._queue.popleft()
             if fork is not None:
-                fork.theirs.close()
+                fork.theirs.close()  # its copy is the only one now: end-of-file means that the fork will not answer
         if self._control is not None:
             self._poller.modify(self._control, select.POLLIN | (select.POLLOUT if self._queue else 0))
 
@@ -283,7 +301,7 @@ class ForkServerClient:
             self._poller.unregister(sock)
             sock.close()
 
-    def _listen(self) -> None:
+    def _read_reports(self) -> None:
         """Read what the fork servers report about themselves."""
         while self._control is not None:
             try:
@@ -293,10 +311,10 @@ class ForkServerClient:
             if received is None:
                 self._close()
                 break
-            self._hear(received[0])
-        self._listen_to_next()
+            self._handle_report(received[0])
+        self._read_reports_of_next()
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle_report(self, message: dict[str, Any]) -> None:
         assert self._order is not None
         match message["is"]:
             case "unfit":
@@ -305,20 +323,22 @@ class ForkServerClient:
                     self._order[kind] = [name for name in self._order[kind] if name != message["module"]]
                 if not message["module"]:
                     self._order["modules"] = []
-                self._say(message["text"], "left out" if self._order["modules"] else "")
+                self._report_problem(message["text"], "left out" if self._order["modules"] else "")
             case "left_out":
-                self._tell({"is": "preload", "text": message["text"], "trouble": True})
+                self._emit({"is": "preload", "text": message["text"], "trouble": True})
             case "ready":
                 self._ready = True
-                self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
+                self._emit({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
                 if self._served:
                     self._prepare_at_s = time.monotonic() + QUIET_S
 
-    def _say(self, why: str, then: str) -> None:
-        self._tell({"is": "preload", "text": f"{why}; {then or 'workers are started by exec'}", "trouble": True})
+    def _report_problem(self, why: str, then: str) -> None:
+        """`then`: what is done about it; empty: workers are started by exec."""
+        self._emit({"is": "preload", "text": f"{why}; {then or 'workers are started by exec'}", "trouble": True})
 
     def _close(self) -> None:
-        """Queued requests fall back to exec; requests already sent see end-of-file."""
+        """Do without the fork server. Queued requests are executed by exec now; those already sent see end-of-file on
+        their own sockets."""
         if self._control is None:
             return
         self._end_next()
@@ -340,11 +360,12 @@ class ForkServerClient:
         self._flush()
 
     def _next_forked(self, fork: Fork, pid: int) -> None:
+        """The socket of the request is its control socket from now on."""
         del self._forks[fork.ours.fileno()]
         self._next = Next(pid, fork.ours)
         self._forked({"key": KEY, "service": True}, pid)
 
-    def _listen_to_next(self) -> None:
+    def _read_reports_of_next(self) -> None:
         while self._next is not None and self._next.sock.fileno() >= 0:
             try:
                 received = seqpacket.receive(self._next.sock)
@@ -353,9 +374,9 @@ class ForkServerClient:
             if received is None:
                 self._shut(self._next.sock)
             else:
-                self._hear_next(self._next, received[0])
+                self._handle_report_of_next(self._next, received[0])
 
-    def _hear_next(self, following: Next, message: dict[str, Any]) -> None:
+    def _handle_report_of_next(self, following: Next, message: dict[str, Any]) -> None:
         assert self._order is not None
         match message["is"]:
             case "unfit":
@@ -364,21 +385,22 @@ class ForkServerClient:
                 # No module: it has none that can be imported, and has reported each of them.
                 self._order["later"] = [name for name in self._order["later"] if module and name != module]
                 if module:
-                    self._say(message["text"], "left out")
+                    self._report_problem(message["text"], "left out")
             case "left_out":
-                self._tell({"is": "preload", "text": message["text"], "trouble": True})
+                self._emit({"is": "preload", "text": message["text"], "trouble": True})
             case "ready":
-                self._tell({"is": "preload", "text": f"imported {message['text']}, for restarts", "trouble": False})
+                self._emit({"is": "preload", "text": f"imported {message['text']}, for restarts", "trouble": False})
                 self._replace(following)
 
     def _replace(self, following: Next) -> None:
-        """The next one takes the place of the present one, which forks what it was asked for, and then ends."""
+        """Let the next one take the place of the present one. The present one still forks what it was asked for, and
+        then ends, because its control socket is closed."""
         assert self._control is not None
         self._shut(self._control)
         self._control, self._pid = following.sock, following.pid
         self._next = None
         self._later = []
-        for standby in self._standbys():
+        for standby in self._standbys():  # they lack what the next one has imported
             self._drop(standby)
         if self._prepare_at_s == inf:
             self._prepare_at_s = time.monotonic()
@@ -393,22 +415,25 @@ class ForkServerClient:
             self._prepare_at_s = min(self._prepare_at_s, time.monotonic())
             return
         names, self._later = ", ".join(self._later), []
-        self._say(f"{names}: the process that imports for restarts ended with exit code {exit_code}", "left out")
+        self._report_problem(
+            f"{names}: the process that imports for restarts ended with exit code {exit_code}", "left out"
+        )
 
     def _end_next(self) -> None:
-        """Without the present fork server there is no next one."""
+        """End the next fork server, because the present one is gone."""
         for fork in [fork for fork in self._forks.values() if fork.modules]:
             self._drop(fork)
         if self._next is not None:
             self._shut(self._next.sock)
-            # It imports, or is suspended, and would not notice. The number is still its own: `ended` forgets a process
-            # before anything else when it was reaped.
+            # It imports, or is suspended, and would not notice the closed socket. The number is still its own: once it
+            # is reaped, `ended` comes first and forgets it.
             os.kill(self._next.pid, signal.SIGKILL)
             self._next = None
 
     # --- the workers --------------------------------------------------------------------------------------------------
 
     def _request(self, fork: Fork) -> None:
+        """Queue a request; `_flush` sends it."""
         self._forks[fork.ours.fileno()] = fork
         self._poller.register(fork.ours, select.POLLIN)
         self._queue.append((*fork.packet(), fork))
@@ -425,19 +450,23 @@ class ForkServerClient:
         elif fork.command is None:
             self._parked(fork, int(rest))
         else:
+            # It is recorded before it may run: it could end at once, and its end must find its name.
             self._forked(fork.command, int(rest))
             with contextlib.suppress(OSError):  # it has been killed
                 fork.ours.send(b"go")
             self._drop(fork)
 
     def _give_up(self, fork: Fork, why: str) -> None:
-        """It will not be forked: a worker is started by exec, a standby and a next fork server are dropped."""
+        """Do without this fork: start a worker by exec, drop a standby or a next fork server. `why`: the reason, if the
+        fork server gave one."""
         command = fork.command
         if command is None:
             self._drop(fork)
             if fork.modules and why:
                 self._later = []
-                self._say(f"{', '.join(fork.modules)}: no process can import for restarts: {why}", "left out")
+                self._report_problem(
+                    f"{', '.join(fork.modules)}: no process can import for restarts: {why}", "left out"
+                )
             return
         fds, fork.fds = fork.fds, []
         self._drop(fork)
@@ -446,7 +475,7 @@ class ForkServerClient:
             return
         if why and why not in self._reported:
             self._reported.add(why)
-            self._say(why, "")
+            self._report_problem(why, "")
         try:
             self._spawn(command, fds)
         finally:
@@ -463,6 +492,7 @@ class ForkServerClient:
     # --- the standbys -------------------------------------------------------------------------------------------------
 
     def _park(self) -> None:
+        """Request the standbys that are missing."""
         assert self._order is not None
         try:
             for _ in range(self._order["standby"] - len(self._standbys())):
@@ -479,7 +509,7 @@ class ForkServerClient:
         self._forked({"key": STANDBY, "service": True}, pid)
         pids = [each.parked_pid for each in self._standbys()]
         if all(pids):
-            self._tell({"is": "standby", "pids": pids, "own_bytes": sum(map(processes.own_bytes, pids))})
+            self._emit({"is": "standby", "pids": pids, "own_bytes": sum(map(processes.own_bytes, pids))})
 
     def _promote(self, command: Command, fds: list[int]) -> bool:
         """Turn a parked standby into a worker, if there is one; then takes ownership of `fds`."""
@@ -496,7 +526,7 @@ class ForkServerClient:
 
 
 def _answer(sock: socket.socket) -> tuple[str, str] | None:
-    """The first word of an answer, and the rest; empty when the sender is gone. None: no answer yet."""
+    """The first word of an answer, and the rest; both empty: the sender is gone. None: there is no answer yet."""
     try:
         answer = sock.recv(ANSWER_BYTES_MAX)
     except BlockingIOError:

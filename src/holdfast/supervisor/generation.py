@@ -58,7 +58,7 @@ def taking_part(assign: Assign, nproc: int) -> Sequence[int]:
 
 
 def _folder(streams: WorkerStreams) -> str:
-    """Where a worker writes its logs, below the run folder; empty: there are no files."""
+    """The folder with a worker's logs, relative to the run folder; empty: there are no files."""
     file = streams.stdout_file
     return os.path.join(file.parent.parent.name, file.parent.name) if file is not None else ""
 
@@ -88,8 +88,9 @@ class RunningGeneration:
         parent: Mapping[str, str],
         variables: Variables,
     ) -> None:
-        """`streams`: by local rank. `on_gate`: one more worker waits at the gate, or comes no more. `parent`: the
-        environment that workers inherit; `variables`: what they get beside their place."""
+        """`streams`: those of each worker, by local rank. `on_gate` is called when one more worker waits at the gate,
+        or will not come. `parent`: the environment that workers inherit; `variables`: what they get beside their
+        place."""
         self.number = assign.generation
         self.board = Board(options.nproc)
         self._options = options
@@ -110,20 +111,21 @@ class RunningGeneration:
         """The newest rank of each local rank, whether it takes part now or not."""
         self._gathering = False
         """The workers are on their way to the gate, or wait there."""
-        self._cut = False
-        """They were told to come at once, and not at a safe point."""
+        self._at_once = False
+        """They have to come to the gate at once, and not from a safe point."""
         self._released_s = 0.0
-        """When they were told."""
+        """The time of the order to come to the gate (s of the loop's clock)."""
         self._longest = LongestStep()
         self._late: dict[str, Lateness] = {}
-        """Those that were missing when somebody looked, by key."""
+        """Workers that were not at the gate at the first look, by key."""
         self._replacing = self.number
         """The generation in which the newest replacements were ordered."""
-        self._left: list[int] = []
+        self._ended_pids: list[int] = []
         """The processes of workers that have ended. Their children may live."""
         self._workers = {
             rank: self._new_worker(rank, its_streams, self.number) for rank, its_streams in streams.items()
         }
+
         self._loop.add_reader(self.board.raised_fd, self._on_raised)
         self._channel = self._open_channel()
 
@@ -132,11 +134,11 @@ class RunningGeneration:
         return Worker(local_rank, streams, key, generation, began_s=self._loop.time())
 
     def _open_channel(self) -> WorkerChannel | None:
-        """None: the workers cannot go on after a loss."""
+        """Open the channel to the workers; None: they cannot go on after a loss."""
         if self._options.job.survive is Survive.OFF:
             return None
         try:
-            return WorkerChannel(channel_name(self.board.inode), self._living, self._heard, self._not_understood)
+            return WorkerChannel(channel_name(self.board.inode), self._living, self._on_message, self._on_invalid)
         except OSError as error:
             self._journal.write("channel", problem=error.strerror or str(error))
             return None
@@ -183,7 +185,8 @@ class RunningGeneration:
         started: Callable[[int], None],
     ) -> None:
         rank, fds = worker.local_rank, worker.streams.fds
-        environment = self._environment(self._whole(), self._start, worker)
+        # A replacement has no place yet: it starts with the environment of a complete node, and gets its own at `go`.
+        environment = self._environment(self._full_assign(), self._start, worker)
         if not worker.generation:
             environment[REPLACEMENT_VARIABLE] = "1"
         wanted = {1: fds.stdout, 2: fds.stderr, **worker_fds(self._options, rank)}
@@ -198,8 +201,8 @@ class RunningGeneration:
         worker.began_s = self._loop.time()
         started(rank)
 
-    def _whole(self) -> Assign:
-        """This node's place if all its workers took part."""
+    def _full_assign(self) -> Assign:
+        """The place that this node would have if all its workers took part."""
         missing = self._options.nproc - len(self._taking_part)
         return replace(
             self.assign,
@@ -222,26 +225,30 @@ class RunningGeneration:
         and so do those without a place in it, which end there: their node leaves."""
         self.assign = assign
         self.number = self._ends.generation = assign.generation
-        self._gathering, self._cut = True, not safe_point
+        self._gathering, self._at_once = True, not safe_point
         self._released_s, self._late = self._loop.time(), {}
         for local_rank in self._taking_part:
             self._ranks[local_rank] = assign.rank_base + assign.place(local_rank)
-        while self._left:
-            supervisor.kill_session(self._left.pop())
+
+        # What dead workers have left behind would end with the tree of their generation. This tree lives on.
+        while self._ended_pids:
+            supervisor.kill_session(self._ended_pids.pop())
+
         for worker in self._workers.values():
             worker.able, worker.gate = False, 0
-            if self._comes(worker) and self._channel is not None:
+            if self._is_expected(worker) and self._channel is not None:
                 cut, leaves = not safe_point and worker.generation > 0, worker.local_rank not in self._taking_part
                 order = {"do": "release", "generation": self.number, "cut": cut, "leaves": leaves}
                 self._channel.send(worker.local_rank, order)
         self.board.release(safe_point)  # after the messages: a worker that stops there finds its own
 
-    def _comes(self, worker: Worker) -> bool:
-        """Whether it is on its way to the gate: a replacement without a place is not."""
+    def _is_expected(self, worker: Worker) -> bool:
+        """Whether this worker has to come to the gate: a replacement without a place does not."""
         return worker.generation > 0 or worker.local_rank in self._taking_part
 
     def survivors(self) -> dict[str, object]:
-        """Fields of the event `generation` for workers that went on: who takes part, and where each writes its logs."""
+        """Fields of the event `generation` for workers that went on: which take part, and the folder of each one's
+        logs."""
         if self.number == self._began_in:
             return {}
         there = [self._workers.get(rank) for rank in self._taking_part]
@@ -250,25 +257,26 @@ class RunningGeneration:
 
     @property
     def at_gate(self) -> bool:
-        """Whether all workers that come wait there."""
-        here = self._gathering and self._workers.keys() >= set(self._taking_part)
-        return here and all(worker.gate == self.number for worker in self._workers.values() if self._comes(worker))
+        """Whether all workers that have to come to the gate wait there."""
+        complete = self._gathering and self._workers.keys() >= set(self._taking_part)
+        expected = [worker for worker in self._workers.values() if self._is_expected(worker)]
+        return complete and all(worker.gate == self.number for worker in expected)
 
     @property
     def release_s(self) -> float:
-        """How long a worker may take to the gate after a loss."""
+        """Limit for a worker to come to the gate after a loss (s)."""
         return self._options.limits.release_of(self._longest.seconds)
 
     def kill_missing(self, supervisor: SupervisorClient) -> float:
-        """Kill the workers that are not at the gate although their time is over. Returns in how many seconds that of
-        another one may be; 0: there is none."""
+        """Kill the workers that are not at the gate although their time is over. Returns the seconds until the time of
+        another one may be over; 0: there is none."""
         took_s, limit_s, left_s = self._loop.time() - self._released_s, self.release_s, list[float]()
         for worker in [each for each in self._workers.values() if each.generation and each.gate != self.number]:
             late = self._late.setdefault(worker.key, Lateness(worker.pid))
             waited_s = late.waited_s()
             if took_s < allowed_s(limit_s, waited_s):
                 left_s.append(allowed_s(limit_s, waited_s) - took_s)
-            elif not worker.facts:
+            elif not worker.facts:  # else it was killed before, and has not ended yet
                 worker.facts = {"unreleased": f"not released within {took_s:.1f} s"}
                 waited = {"seconds": round(took_s, 3), "waited_s": round(waited_s, 3)}
                 self._journal.write("not_released", **self._place(worker), pid=worker.pid, **waited)
@@ -277,8 +285,10 @@ class RunningGeneration:
 
     def look_at_processes(self, supervisor: SupervisorClient) -> None:
         """Kill the workers in `ht.survive` that somebody has suspended for too long while others of this node run. If
-        all are suspended, somebody wants to pause this node. An end of which the supervisor has not reported anything
-        yet is reported now, or the supervisor executes nothing any more."""
+        all are suspended, somebody wants to pause this node.
+
+        Also check the supervisor, if it has not reported the end of a worker yet: it may hang.
+        """
         pids, now, limit_s = self.pids(), self._loop.time(), self._options.limits.suspended_s
         stats = {rank: process_stat(pid) for rank, pid in pids.items()}
         if any(stat is None or stat.has_ended for stat in stats.values()):
@@ -324,7 +334,7 @@ class RunningGeneration:
     def progress(self) -> tuple[RankProgress, ...]:
         """The progress of the workers that take part, as they wrote it on the board."""
         everybody, pids = self.board.progress(time.monotonic_ns()), self._living()
-        self._longest.heard(self._loop.time(), everybody)
+        self._longest.add(self._loop.time(), everybody)
         return tuple(
             replace(each, pid=pids.get(each.local_rank, 0))
             for each in everybody
@@ -336,18 +346,19 @@ class RunningGeneration:
 
     # ---------------------------------------------------------------- messages of workers
 
-    def _heard(self, local_rank: int, message: WorkerMessage) -> None:
+    def _on_message(self, local_rank: int, message: WorkerMessage) -> None:
         worker = self._workers.get(local_rank)
         if worker is None:
             return
         match message:
             case SaysAble(generation):
+                # A message from before the release of this generation comes too late.
                 if (generation or worker.generation) == self.number and not self._gathering:
                     self._set_able(worker, able=True)
             case SaysUnable():
                 self._set_able(worker, able=False)
-                # One that is done before the safe point is done for all: they end.
-                if self._gathering and self._cut and local_rank in self._taking_part and worker.generation:
+                # If the safe point lies behind the last step, all of them end before it: that is no refusal.
+                if self._gathering and self._at_once and local_rank in self._taking_part and worker.generation:
                     self._refused(worker, "its training function has ended")
             case SaysReady():
                 self._ready(worker)
@@ -365,8 +376,8 @@ class RunningGeneration:
                     if all(each.stepped == generation for each in self._workers.values() if each.generation):
                         self._phases.went_on()
 
-    def _not_understood(self, local_rank: int) -> None:
-        """The worker has no connection any more, and cannot be released."""
+    def _on_invalid(self, local_rank: int) -> None:
+        """The worker's connection was closed, so that it cannot be released any more."""
         worker = self._workers.get(local_rank)
         if worker is not None:
             self._set_able(worker, able=False)
@@ -408,7 +419,7 @@ class RunningGeneration:
         worker = self._by_key(event.key)
         if worker is not None:
             self._remove(worker)
-            self._ends.unstarted(self._bare(worker, 0), event.errno, event.text)
+            self._ends.not_started(self._bare(worker, 0), event.errno, event.text)
 
     def ended(self, event: ProcessEnded) -> None:
         if self._channel is not None:
@@ -417,17 +428,17 @@ class RunningGeneration:
         if worker is not None:
             self._remove(worker)
             worker.pid = event.pid
-            self._left.append(event.pid)
+            self._ended_pids.append(event.pid)
             work = self._work()
             # A stop sends SIGTERM: a SIGKILL that we did not send is a cause of its own, even when it is seen late.
-            others = event.exit_code == -signal.SIGKILL and work is not Work.KILLING
-            self._report(worker, event.exit_code, stopped=work in ENDING and not others)
+            killed_by_others = event.exit_code == -signal.SIGKILL and work is not Work.KILLING
+            self._report(worker, event.exit_code, stopped=work in ENDING and not killed_by_others)
             if self._gathering:
-                self._on_gate()  # all that come may be there now
+                self._on_gate()  # it may have been the last one that was missing
 
     def lost(self) -> Callable[[], None] | None:
-        """Call this when the supervisor was killed, and the workers with it. Returns a function that reports their
-        ends; None: there were no workers."""
+        """Remove all workers, because the supervisor was killed and the workers with it. Returns a function that
+        reports their ends; None: there were no workers."""
         lost = list(self._workers.values())
         for worker in lost:
             self._remove(worker)
@@ -448,11 +459,11 @@ class RunningGeneration:
             self._channel.forget(worker.local_rank)
 
     def _stop_seen(self, local_rank: int) -> bool:
-        """Whether the worker was ordered to stop. At a safe point for another generation it is not."""
+        """Whether the worker has seen the order to stop. A safe point for another generation is no such order."""
         return self.board.stop_seen(local_rank) and not self._gathering
 
     def _on_raised(self) -> None:
-        """Report at once: exit functions after an exception can take seconds."""
+        """Report exceptions at once: exit functions after one can take seconds, and the other ranks wait."""
         for local_rank in self.board.raised():
             worker = self._workers.get(local_rank)
             if worker is not None and worker.pid and not worker.raised:
@@ -476,7 +487,7 @@ class RunningGeneration:
         self._ends.report(worker, self._bare(worker, exit_code, after_stop=after_stop and exit_code != 0))
 
     def _bare(self, worker: Worker, exit_code: int, *, after_stop: bool = False) -> Failure:
-        """What is known at the moment of the end, before any file is read."""
+        """The failure as it is known at the moment of the end, before any file is read."""
         return Failure(
             rank=self.rank_of(worker.local_rank),
             local_rank=worker.local_rank,
@@ -491,6 +502,7 @@ class RunningGeneration:
         )
 
     def _place(self, worker: Worker) -> dict[str, int]:
+        """The fields of an event that say which worker it is about."""
         local_rank = worker.local_rank
         return {"generation": self.number, "local_rank": local_rank, "rank": self.rank_of(local_rank)}
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from holdfast.protocol.rank_progress import KernelWait
 
 THREADS_MAX = 64
-"""Threads of one process that are looked at."""
+"""Number of threads of one process that are examined."""
 
 _X86 = {
     KernelWait.SLEEP: (35, 230),  # nanosleep, clock_nanosleep
@@ -23,10 +23,11 @@ _X86 = {
     KernelWait.CHILD: (61, 247),  # wait4, waitid
 }
 _X86_FILES = (0, 1, 17, 18, 19, 20, 42, 43, 44, 45, 46, 47, 288)
-"""read, write, pread64, pwrite64, readv, writev, connect, accept, sendto, recvfrom, sendmsg, recvmsg, accept4."""
+"""Numbers of read, write, pread64, pwrite64, readv, writev, connect, accept, sendto, recvfrom, sendmsg, recvmsg,
+accept4: calls whose first argument is a descriptor."""
 _X86_POLL = (7, 271)
-"""poll, ppoll."""
-_ARM = {
+"""Numbers of poll, ppoll."""
+_ARM = {  # the same calls on aarch64, which has no poll
     KernelWait.SLEEP: (101, 115),
     KernelWait.THREAD: (98, 449),
     KernelWait.CHILD: (260, 95),
@@ -35,32 +36,35 @@ _ARM_FILES = (63, 64, 65, 66, 67, 68, 202, 203, 206, 207, 211, 212, 242)
 _ARM_POLL = (73,)
 _CALLS = {"x86_64": (_X86, _X86_FILES, _X86_POLL), "aarch64": (_ARM, _ARM_FILES, _ARM_POLL)}
 _POLLED = struct.Struct("=i")
-"""The begin of pollfd: the descriptor."""
+"""The beginning of the structure pollfd: the descriptor."""
 
 
 class Wait(NamedTuple):
+    """The kind of thing that a thread waits for."""
+
     waits_for: KernelWait = KernelWait.UNKNOWN
     inode: int = 0
-    """Of the connection for which it waits; 0: it waits for none."""
+    """Inode of the connection for which it waits; 0: it waits for none."""
 
 
 def wait_of(pid: int, task: int, connections: Container[int]) -> Wait:
-    """What this thread waits for. `connections`: the inodes of all TCP connections of the machine."""
+    """Read what this thread waits for. `connections`: the inodes of all TCP connections of the machine."""
     known = _CALLS.get(os.uname().machine)
     try:
         with open(f"/proc/{pid}/task/{task}/syscall") as file:
             number, *words = file.read().split()
         arguments = [int(word, 16) for word in words]
         call = int(number)
-    except (OSError, ValueError):  # `running` is no number
+    except (OSError, ValueError):  # the thread is gone, or runs: then the file contains `running`
         return Wait()
     if known is None or len(arguments) < 2:
         return Wait()
+
     calls, files, poll = known
     for waits_for, numbers in calls.items():
         if call in numbers:
             return Wait(waits_for)
-    if call in poll and arguments[1] == 1:
+    if call in poll and arguments[1] == 1:  # a poll for several descriptors waits for none in particular
         return _of_file(pid, _polled(pid, arguments[0]), connections)
     if call in files:
         return _of_file(pid, arguments[0], connections)
@@ -68,7 +72,7 @@ def wait_of(pid: int, task: int, connections: Container[int]) -> Wait:
 
 
 def waits_of_others(pid: int, connections: Container[int]) -> list[Wait]:
-    """What the threads of this process wait for, without the main thread."""
+    """Read what each thread of this process waits for, except its main thread."""
     tasks: list[int] = []
     with contextlib.suppress(OSError):
         tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))[:THREADS_MAX]
@@ -76,7 +80,7 @@ def waits_of_others(pid: int, connections: Container[int]) -> list[Wait]:
 
 
 def _polled(pid: int, address: int) -> int:
-    """The descriptor in the structure for which it polls; -1: unreadable."""
+    """The descriptor for which this process polls, from the structure at this address; -1: it cannot be read."""
     try:
         file = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -90,11 +94,12 @@ def _polled(pid: int, address: int) -> int:
 
 
 def _of_file(pid: int, fd: int, connections: Container[int]) -> Wait:
+    """The wait for this descriptor of a process."""
     try:
         kind, _, name = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")
     except OSError:
         return Wait(KernelWait.OTHER)
-    if kind == "pipe":
+    if kind == "pipe":  # the other end is usually held by a child, such as a process of a data loader
         return Wait(KernelWait.CHILD)
     if kind == "socket" and name.strip("[]").isdigit():
         inode = int(name.strip("[]"))
@@ -103,13 +108,15 @@ def _of_file(pid: int, fd: int, connections: Container[int]) -> Wait:
 
 
 _CONNECTING = b"02"
-"""SYN_SENT in /proc/net/tcp."""
+"""The state SYN_SENT as /proc/net/tcp shows it."""
 
 
 def is_connecting(pid: int, task: int) -> bool:
-    """Whether this thread polls for a connection that is being made. A signal ends that poll, also one whose handler
-    restarts system calls, and torch raises it as an error of the connection: such a thread is not asked for its
-    stack."""
+    """Whether this thread polls for a connection that is being made: it is not asked for its stack.
+
+    A signal would end that poll, also one whose handler restarts system calls, and torch would raise an error of the
+    connection.
+    """
     known = _CALLS.get(os.uname().machine)
     try:
         with open(f"/proc/{pid}/task/{task}/syscall") as file:

@@ -94,7 +94,7 @@ def tame(text: bytes) -> bytes:
 
 
 FOLD_S = 0.2
-"""A line waits this long for an equal line of other ranks."""
+"""Time for which a line waits for an equal line of other ranks (s)."""
 FOLD_LINES_MAX = 200
 FOLD_BYTES_MAX = 16 * 1024
 """Larger output is shown at once: nobody reads along at that rate."""
@@ -114,7 +114,7 @@ _TRACEBACK = re.compile(
 
 
 class _Stream:
-    """Lines of one stream of one rank that are not shown yet."""
+    """Lines of one stream of one rank that wait for equal lines of other ranks."""
 
     __slots__ = ("keys", "next", "rank", "texts")
 
@@ -124,8 +124,10 @@ class _Stream:
         self.keys: list[bytes] = []
         """The part of each line that must be equal in two equal lines."""
         self.next = 0
+        """Index of the first line that is not shown yet."""
 
     def find(self, key: bytes) -> int | None:
+        """Index of the next line with this key; None: there is none."""
         try:
             return self.keys.index(key, self.next)
         except ValueError:
@@ -143,7 +145,7 @@ class LineFold:
         """The stream of each line, in order of arrival."""
         self._bytes = 0
         self.due: float | None = None
-        """When all kept lines have to be taken."""
+        """The time at which `take` is due (s of the caller's clock); None: there are no lines."""
 
     @property
     def full(self) -> bool:
@@ -153,34 +155,37 @@ class LineFold:
         """Add whole lines of one stream of one rank; `stream` is any number that identifies it."""
         self._bytes += len(lines)
         self.due = self.due if self.due is not None else now + FOLD_S
-        kept = self._streams.setdefault(stream, _Stream(rank))
+        waiting = self._streams.setdefault(stream, _Stream(rank))
         for text in lines[:-1].split(b"\n"):
-            kept.texts.append(text)
-            kept.keys.append(_OWN_STAMP.sub(b"", text))
-            self._arrived.append(kept)
+            waiting.texts.append(text)
+            waiting.keys.append(_OWN_STAMP.sub(b"", text))
+            self._arrived.append(waiting)
 
     def take(self) -> bytes:
         """All lines with their prefixes, in order of arrival; equal lines are merged."""
         shown: list[bytes] = []
-        places: dict[int, int] = {}
+        indexes: dict[int, int] = {}
         for stream in self._arrived:
-            place = places[id(stream)] = places.get(id(stream), -1) + 1
-            if place >= stream.next:  # else it was shown together with an earlier one
+            index = indexes[id(stream)] = indexes.get(id(stream), -1) + 1
+            if index >= stream.next:  # else it was shown already, as the equal line of another stream
                 self._show(stream, shown, ())
         self._streams, self._arrived, self._bytes, self.due = {}, [], 0, None
         return b"".join(shown)
 
     def _show(self, stream: _Stream, shown: list[bytes], busy: tuple[_Stream, ...]) -> None:
-        """Show the next line of this stream, after the lines that other streams printed before the same line."""
+        """Show the next line of this stream, after the lines that other streams printed before the same line.
+
+        `busy`: streams whose next line is being shown by a caller. They cannot show another line in between.
+        """
         text, key = stream.texts[stream.next], stream.keys[stream.next]
         busy = (*busy, stream)
         ranks = [stream.rank]
         for other in self._streams.values():
-            if other in busy or other.rank in ranks or (place := other.find(key)) is None:
+            if other in busy or other.rank in ranks or (index := other.find(key)) is None:
                 continue
-            while other.next < place:
+            while other.next < index:
                 self._show(other, shown, busy)
-            if other.next == place:
+            if other.next == index:  # else a line before it has taken it along
                 other.next += 1
                 ranks.append(other.rank)
         stream.next += 1
@@ -194,7 +199,8 @@ class HeldTraceback:
     def __init__(self) -> None:
         self._held = b""
         self.due: float | None = None
-        """When it is shown if there is no decision about it; None: nothing is held."""
+        """The time at which it is shown without a decision about it (s of the caller's clock); None: nothing is
+        held."""
 
     def feed(self, lines: bytes, now: float) -> bytes:
         """The part of these lines that can be shown now."""
@@ -208,7 +214,7 @@ class HeldTraceback:
         return lines[: found.start()]
 
     def release(self, without: str = "") -> bytes:
-        """All held lines, without this text if they contain it: the caller shows it elsewhere."""
+        """All held lines, but not the lines of `without`: they are shown elsewhere."""
         held, self._held, self.due = self._held, b"", None
         return without_text(held, without) if without else held
 

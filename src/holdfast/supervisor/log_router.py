@@ -38,14 +38,16 @@ RANK_COLOURS = (b"36", b"33", b"32", b"35", b"34", b"96", b"93", b"92", b"95", b
 
 
 DISK_STALL_S_MAX = 5.0
-"""At the end: a disk that takes nothing of the logs for this long is not waited for."""
+"""Limit for a disk that takes nothing of the logs at the end (s)."""
 TERMINALS_S_MAX = 5.0
-"""At the end: for the rest of what the workers' terminals hold."""
+"""Limit for copying the rest of the workers' terminals at the end (s)."""
 
 
 class FilteredFile:
-    """The sink behind a duplicate filter: `<attempt>/filtered_stdout.log`. What the disk does not take is missing in
-    it: the workers' own files have every line."""
+    """The sink behind a duplicate filter: `<attempt>/filtered_stdout.log`.
+
+    If the disk does not take a line, it is missing here: the workers' own files have every line.
+    """
 
     live = False
     free = True
@@ -83,8 +85,8 @@ class LogRouter:
         self._tail = LogTail()
         self._mover = LogMover(console.say)
         self._spools: list[Spool] = []
-        """Of the newest attempt."""
-        self._files_finished = self._limit_said = False
+        """The spools of the newest attempt."""
+        self._files_finished = self._limit_reported = False
         self._attached = False
         self._pump = TerminalPump()
         self._fds: dict[int, list[int]] = {}
@@ -101,9 +103,10 @@ class LogRouter:
         """The folder of the newest attempt; None: it has no files."""
         self._by_sink: dict[ConsoleStream, TailGroup] = {}
         self._filtered: list[tuple[Std, tuple[bytes, ...], TailGroup]] = []
-        """The collecting files of the newest attempt: stream, texts to find, what is followed."""
+        """The filtered files of the newest attempt: their stream, the texts to find, and the group that fills them."""
         self._shown: dict[int, list[tuple[StreamTail, ConsoleStream, bool]]] = {}
-        """What is shown of the newest attempt, by local rank: where, and whether because of --tee."""
+        """The streams of the newest attempt that are shown: tail, sink, and whether --tee asks for it, by local
+        rank."""
         if folder.path is None and _wants_files(options):
             console.say(
                 f"{folder.why_none}: there are no log files, so --redirects, --tee and the filters on lines do nothing."
@@ -111,15 +114,17 @@ class LogRouter:
 
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
         """Make the streams of all workers of an attempt. Their files are in `<attempt>/<local_rank>/`, if the disk
-        allows. Raises LogDirError where no descriptors are left; then nothing stays open. `tell_elsewhere` may be
-        called meanwhile."""
+        allows. `hide_tracebacks` may be called meanwhile.
+
+        Raises LogDirError if no descriptors are left; then nothing stays open.
+        """
         self.end_attempt()
         self._mover.retire(self._spools)
         self._spools = []
         self._next_groups = []
         if attempt is not None and not _wants_files(self._options) and file_size_limit() is not None:
             # The limit counts for memory files as well: a worker would get SIGXFSZ or EFBIG from its own print.
-            self._say_of_limit()
+            self._report_limit()
             attempt = None
         self._attempt, self._by_sink, self._shown, self._filtered = attempt, {}, {}, []
         if attempt is None:
@@ -146,9 +151,9 @@ class LogRouter:
             self._console.attach(self._tail)
         return streams
 
-    def _say_of_limit(self) -> None:
-        if not self._limit_said:
-            self._limit_said = True
+    def _report_limit(self) -> None:
+        if not self._limit_reported:
+            self._limit_reported = True
             self.say(
                 "the size of files is limited (ulimit -f): the workers write to this console, not to log files, which "
                 "could reach the limit"
@@ -183,7 +188,7 @@ class LogRouter:
         return streams
 
     def moved(self, ranks: Mapping[int, int]) -> None:
-        """Workers have another rank from now on. `ranks`: by local rank."""
+        """Show the lines of these workers under other ranks from now on. `ranks`: the new rank of each local rank."""
         for local_rank, rank in ranks.items():
             for tail, sink, teed in self._shown.get(local_rank, ()):
                 tail.prefix = self._tail_prefix(WorkerSlot(local_rank, rank), sink, teed=teed)
@@ -191,44 +196,43 @@ class LogRouter:
 
     def begin_attempt(self) -> None:
         """The workers of the attempt that was opened are being started."""
-        self._tell_undecided()
+        self._show_undecided()
         self._last_groups, self._next_groups, self._tracebacks = self._next_groups, [], {}
 
     def failed(self, rank: int, traceback: str) -> None:
         """Record the traceback with which a worker of the newest attempt ended."""
         self._tracebacks[rank] = traceback
 
-    def tell_elsewhere(self, ranks: Iterable[int]) -> None:
-        """The end of the newest attempt is known: hide the tracebacks of these ranks, because the verdict shows them or
-        says where they are. Show all others."""
+    def hide_tracebacks(self, ranks: Iterable[int]) -> None:
+        """Hide the tracebacks of these ranks of the newest attempt, because the verdict shows them or says where they
+        are. Show all others."""
         shown = {rank: self._tracebacks[rank] for rank in ranks if self._tracebacks.get(rank)}
         for group in self._last_groups:
             group.shown_elsewhere = shown
         if self._attached:
             self._console.wake()
 
-    def _tell_undecided(self) -> None:
-        """Show the tracebacks of the newest attempt if no verdict on them came: none will come."""
+    def _show_undecided(self) -> None:
+        """Show the tracebacks of the newest attempt if there was no verdict on them: there will be none."""
         if any(group.shown_elsewhere is None for group in self._last_groups):
-            self.tell_elsewhere(())
+            self.hide_tracebacks(())
 
     def say(self, text: str) -> None:
         """Show a line of the launcher about the logs."""
         self._console.say(text)
 
     def started(self, local_rank: int) -> None:
-        """The worker has its descriptors (or will never start): the agent closes its copies."""
+        """Close our copies of a worker's descriptors: the worker has its own, or will never start."""
         for fd in self._fds.pop(local_rank, ()):
             os.close(fd)
 
     def resized(self) -> None:
-        """The agent's terminal changed its size: apply it to the workers' terminals. (The caller passes the signal
-        on.)"""
+        """Apply the new size of the agent's terminal to the workers' terminals. The caller passes the signal on."""
         self._pump.resize()
 
     def end_attempt(self) -> None:
-        """No worker of the attempt lives: show its files to their end, also a last line without newline. Returns at
-        once."""
+        """Show the files of the attempt to their end, also a last line without newline: no worker of it lives. Returns
+        at once."""
         for local_rank in list(self._fds):
             self.started(local_rank)
         groups, terminals = self._groups, self._terminals
@@ -243,8 +247,8 @@ class LogRouter:
             self._pump.finish(terminals, end)
 
     def finish_files(self) -> None:
-        """No worker lives, and none will be started: wait until their output is in the files, as far as their disk
-        takes it. The console is not waited for."""
+        """Wait until the output of all workers is in the files, as far as their disk takes it; not for the console.
+        Call it when no worker lives and none will be started."""
         self.end_attempt()
         if not self._files_finished:
             self._files_finished = True
@@ -258,13 +262,13 @@ class LogRouter:
         Also True when the console has no reader any more: then nothing can be shown.
         """
         self.finish_files()
-        self._tell_undecided()
+        self._show_undecided()
         shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
         self._pump.close()
         self._mover.close()
         self._tail.abandoned = True
         if self._attached:
-            # The console's thread closes its tails as soon as it can; `close` does not wait for it where it is stuck.
+            # The console's thread closes its tails as soon as it can. If it is stuck, nothing waits for that.
             if shown and self._console.wait(lambda: self._tail.closed, drain_s_max):
                 self._console.detach(self._tail)
             self._console.wake()

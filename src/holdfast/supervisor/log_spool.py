@@ -3,8 +3,8 @@
     worker ── write() ──► memory file ── sendfile() ──► stdout.log
                                └────────── read ──────► console
 
-A worker's descriptors 1 and 2 are memory files (memfd). So no disk can make a worker's `print` fail or wait: not one
-that is full, read-only, over quota, without inodes or that stands still. What is on the disk is freed in memory.
+A worker's descriptors 1 and 2 are memory files (memfd). So no disk can make a worker's `print` fail or wait, whether it
+is full, read-only, over quota, without inodes or stalled. What is on the disk is freed in memory.
 
 While the disk takes nothing, the newest BACKLOG_BYTES_MAX of each stream stay in memory; they are written as soon as
 the disk takes them, and a line in the file says how many bytes before them are missing.
@@ -29,21 +29,22 @@ from typing import NamedTuple
 from holdfast.supervisor.log_tail import POLL_S, ChangeWatch
 
 BACKLOG_BYTES_MAX = 16 << 20
-"""Of one stream: so much stays in memory while its disk takes nothing."""
+"""Memory of one stream while its disk takes nothing (bytes)."""
 BACKLOG_MOVING_BYTES_MAX = 256 << 20
-"""Of one stream, while its disk is slower than the worker. A worker that prints without a pause is not slowed down."""
+"""Memory of one stream while its disk is slower than its worker (bytes). The worker is not slowed down: what is above
+the limit is dropped."""
 CHUNK_BYTES_MAX = 1 << 20
 FREE_BYTES_MIN = 256 << 10
-"""Memory is freed in pieces of at least this size."""
+"""Least size of a piece of memory that is freed (bytes)."""
 RETRY_S = 1.0
-"""A disk that takes nothing is tried again after this time."""
+"""Time after which a disk that takes nothing is tried again (s)."""
 STALLED_S = 2.0
-"""A disk that has taken nothing for this long, and reported no error, stands still."""
+"""Time without progress and without an error after which a disk counts as stalled (s)."""
 CALM_S = 0.01
-"""A busy worker wakes the mover at most this often."""
+"""Shortest time between two turns of the mover (s): a busy worker changes its file all the time."""
 CLOSE_S_MAX = 1.0
 SAY_AGAIN_S = 600.0
-"""A disk that is full again is reported again after this time at the earliest."""
+"""Shortest time between two reports about a disk that takes nothing (s)."""
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
@@ -62,25 +63,25 @@ class Spool:
         self.path = path
         self.memory_fd = os.memfd_create(path.name, os.MFD_CLOEXEC)
         self.moved_bytes = 0
-        """Where the bytes begin in memory that are not on the disk."""
+        """Offset in memory up to which the bytes are on the disk."""
         self.began_s: float | None = None
-        """When the disk was asked to take the present piece; None: it has."""
+        """The time at which the disk got the present piece (monotonic s); None: it has taken it."""
         self.trouble: OSError | None = None
-        """Why the disk takes nothing."""
+        """The reason why the disk takes nothing; None: it does."""
         self._file_fd = -1
         self._made = False
         """The file was made."""
         self._lock = threading.Lock()
         self._freed_bytes = 0
-        """Before this offset nothing is in memory."""
-        self._same = True
+        """Offset before which nothing is in memory any more."""
+        self._same_offsets = True
         """Offsets in memory and in the file are equal: nothing is missing in the file."""
         self._gap: tuple[int, int] | None = None
-        """Offsets of bytes that were dropped and that the mover has not come to."""
+        """Offsets of the beginning and the end of bytes that were dropped, and that the mover has not reached yet."""
         self._missing_bytes = 0
-        """Dropped, and not yet noted in the file."""
+        """Number of bytes that were dropped and are not yet noted in the file."""
         self._users = 1
-        """Those who read or move; the last one closes the descriptors."""
+        """Number of readers and movers; the last one closes the descriptors."""
 
     def writer(self) -> int:
         """A descriptor for the worker. O_APPEND: its children write at the end, too. OSError."""
@@ -104,7 +105,7 @@ class Spool:
 
     @property
     def memory_path(self) -> Path:
-        """For an inotify watch."""
+        """The path by which an inotify watch finds the memory file."""
         return Path(f"/proc/self/fd/{self.memory_fd}")
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Spool:
         return size - self.moved_bytes if size >= self.moved_bytes else size  # else it was truncated
 
     def read(self, begin: int, bytes_max: int) -> tuple[bytes, int]:
-        """Bytes from this offset on, and the offset after them. What was dropped is passed over. OSError."""
+        """Bytes from this offset on, and the offset after them. Dropped bytes are passed over. OSError."""
         with self._lock:
             if begin >= self._freed_bytes:
                 if self._gap is not None and begin < self._gap[1]:
@@ -133,17 +134,17 @@ class Spool:
                         return b"", self._gap[1]
                 data = os.pread(self.memory_fd, bytes_max, begin)
                 return data, begin + len(data)
-            if not self._same:
+            if not self._same_offsets:  # where these bytes are in the file is not known
                 return b"", self._freed_bytes
             bytes_max = min(bytes_max, self._freed_bytes - begin)
-        # Outside the lock: the disk may stand still.
+        # Outside the lock: the disk may stall.
         with self.path.open("rb", buffering=0) as file:
             data = os.pread(file.fileno(), bytes_max, begin)
         return data, begin + len(data) if data else self._freed_bytes
 
     def last(self, bytes_max: int) -> tuple[bytes, int]:
         """The newest bytes, and how many there were in all. OSError."""
-        if self.memory_fd < 0:
+        if self.memory_fd < 0:  # all users have left: everything is on the disk
             with self.path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - bytes_max))
@@ -168,7 +169,7 @@ class Spool:
             with self._lock:
                 os.lseek(self.memory_fd, 0, os.SEEK_SET)
                 self.moved_bytes = self._freed_bytes = 0
-                self._same = False
+                self._same_offsets = False
         self.began_s = time.monotonic()
         try:
             self._move(size)
@@ -205,15 +206,16 @@ class Spool:
         return self._file_fd
 
     def _pass_over(self, gap: tuple[int, int]) -> None:
+        """Go on behind bytes that were dropped."""
         with self._lock:
-            gap = self._gap or gap
+            gap = self._gap or gap  # it may have grown meanwhile
             os.lseek(self.memory_fd, gap[1], os.SEEK_SET)
             self._missing_bytes += gap[1] - self.moved_bytes
             self.moved_bytes = self._freed_bytes = gap[1]
-            self._gap, self._same = None, False
+            self._gap, self._same_offsets = None, False
 
     def _note_missing(self, file: int) -> None:
-        """OSError; half a note is taken back."""
+        """Write into the file how many bytes are missing there. OSError; then half a note is removed."""
         note = f"\nholdfast: {self._missing_bytes} bytes of output are missing here: this disk took nothing\n".encode()
         begin = os.lseek(file, 0, os.SEEK_CUR)
         try:
@@ -236,7 +238,11 @@ class Spool:
                 self._freed_bytes = end
 
     def shed(self, bytes_max: int) -> None:
-        """If more than this waits for the disk, drop the oldest of it. The piece that is being moved stays. OSError."""
+        """Drop the oldest bytes that wait for the disk if they are more than this. OSError.
+
+        The piece that is being moved stays: sendfile may be reading it. Half of the limit is dropped at once, so that
+        this happens rarely.
+        """
         with self._lock:
             size = self.size_bytes
             begin, kept_from = self._gap or (self.moved_bytes + CHUNK_BYTES_MAX, self.moved_bytes)
@@ -280,37 +286,44 @@ class WorkerStreams(NamedTuple):
     stderr_file: Path | None
     error_file: Path | None
     stdout: Spool | None = None
-    """What is in the file, or will be."""
+    """The content of the stdout file, or what it will be."""
     stderr: Spool | None = None
+    """The same for stderr."""
 
 
 class LogMover:
-    """Moves the spools of one agent, by two threads that start with the first one: one waits for news and sees to the
-    limits, the other writes, and may wait for the disk for ever."""
+    """Moves the spools of one agent, by two threads that start with the first spool.
+
+    One waits for changes and keeps the limits of memory. The other writes, and may wait for the disk for ever.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._news = threading.Condition()
         """Guards the state that both threads and the callers share. Notified when there may be something to move, and
-        when all was tried."""
+        after each turn of the writing thread."""
         self._spools: tuple[Spool, ...] = ()
         self._retired: set[Spool] = set()
-        """Nobody writes into them any more."""
+        """Spools whose writers have ended."""
         self._wake_fd = -1
+        """Wakes the observing thread; -1: there are no threads."""
         self._threads: list[threading.Thread] = []
-        """Who observes, and who writes."""
+        """The observing thread and the writing thread."""
         self._dirty = False
+        """There may be something to move."""
         self._turns = 0
+        """Number of turns in which the writing thread has tried all spools."""
         self._closed = False
-        self._said_s = -SAY_AGAIN_S
+        self._reported_s = -SAY_AGAIN_S
+        """The time of the newest report of a problem (monotonic s)."""
         self._reported = False
-        """The present trouble was reported."""
+        """The present problem was reported."""
 
     def add(self, spools: Sequence[Spool]) -> None:
         """Move these, too, and make their files now, as far as the disk allows. OSError: no descriptors are left."""
         if self._wake_fd < 0 and spools:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            # Daemons: a disk that stands still must not delay the agent's exit.
+            # Daemons: a stalled disk must not delay the agent's exit.
             for name, work in (("holdfast-logs", self._observe), ("holdfast-log-files", self._write)):
                 self._threads.append(threading.Thread(target=work, name=name, daemon=True))
                 self._threads[-1].start()
@@ -319,14 +332,14 @@ class LogMover:
         self._wake()
 
     def retire(self, spools: Iterable[Spool]) -> None:
-        """Nobody writes into these any more: let them go as soon as they are on the disk."""
+        """Let these go as soon as they are on the disk: their writers have ended."""
         with self._news:
             self._retired.update(spools)
         self._wake()
 
     def finish(self, stalled_s_max: float) -> bool:
-        """Wait until all is on the disk. False, after a message: the disk has refused it, or taken nothing for so
-        long."""
+        """Wait until all is on the disk. Returns False, after a message, if the disk refuses it or has taken nothing
+        for `stalled_s_max`."""
         with self._news:
             left = self._waiting_bytes()
             while left:
@@ -343,7 +356,8 @@ class LogMover:
         return True
 
     def _await_turns(self, count: int, stalled_s_max: float) -> bool:
-        """Whether the disk is tried so often before the time is over. Call it with the lock."""
+        """Wait for this number of turns of the writing thread. Returns False if one takes longer than `stalled_s_max`.
+        Call it with the lock."""
         for _ in range(count):
             turns, self._dirty = self._turns, True
             self._news.notify_all()
@@ -366,7 +380,7 @@ class LogMover:
             self._wake()
             observer, writer = self._threads
             observer.join()
-            writer.join(CLOSE_S_MAX)  # longer only where the disk stands still
+            writer.join(CLOSE_S_MAX)  # it takes longer only if the disk stalls
             os.close(self._wake_fd)
             self._wake_fd = -1
 
@@ -378,7 +392,7 @@ class LogMover:
             os.eventfd_write(self._wake_fd, 1)
 
     def _observe(self) -> None:
-        """In a thread: pass on that there is something to move, and keep the limits."""
+        """Wait for changes, pass them on to the writing thread, and keep the limits. Runs in a thread of its own."""
         watch = ChangeWatch()
         handles: dict[Spool, int] = {}
         while not self._closed:
@@ -411,7 +425,7 @@ class LogMover:
                 spool.shed(BACKLOG_BYTES_MAX if stuck else BACKLOG_MOVING_BYTES_MAX)
 
     def _write(self) -> None:
-        """In a thread: move."""
+        """Move what there is to move, turn by turn. Runs in a thread of its own."""
         while True:
             with self._news:
                 trouble = any(spool.trouble for spool in self._spools)
@@ -444,14 +458,14 @@ class LogMover:
             spool.began_s = None
 
     def _report(self, spools: Sequence[Spool]) -> None:
-        """Say once that the disk takes nothing, and once that it does again."""
+        """Show a message once when the disk takes nothing, and once when it does again."""
         found = next((spool for spool in spools if spool.trouble is not None), None)
         if found is None:
             if self._reported:
                 self._reported = False
                 self._say("the log files of this run are written again")
-        elif not self._reported and time.monotonic() > self._said_s + SAY_AGAIN_S:
-            self._reported, self._said_s = True, time.monotonic()
+        elif not self._reported and time.monotonic() > self._reported_s + SAY_AGAIN_S:
+            self._reported, self._reported_s = True, time.monotonic()
             self._say(
                 f"the log files of this run cannot be written: {text_of(found.trouble)}. The job goes on. Its output "
                 f"stays in memory, the newest {BACKLOG_BYTES_MAX >> 20} MiB of each stream, until they can be written."
@@ -459,5 +473,5 @@ class LogMover:
 
 
 def text_of(error: OSError | None) -> str:
-    """Of an error of a log file: which file, and why."""
+    """The file and the reason of an error, in words; empty: there is no error."""
     return f"{error.filename or 'a log file'}: {error.strerror}" if error is not None else ""

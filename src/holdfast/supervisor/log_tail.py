@@ -27,8 +27,8 @@ from holdfast.supervisor.log_fold import (
 
 
 class ChangeWatch:
-    """One inotify descriptor for all files. It reports that something changed, not what: checking each file is
-    cheap."""
+    """One inotify descriptor for all files. It shows that something has changed, and not what: it is cheap to check
+    each file."""
 
     def __init__(self) -> None:
         import ctypes  # lazily: only an agent that shows logs needs it
@@ -72,15 +72,18 @@ class ChangeWatch:
 CHUNK_BYTES_MAX = 256 * 1024
 """Bytes read from one file before the next file's turn; fits a core's cache."""
 PROGRESS_S = 1.0
-"""Not a terminal: a line that overwrites itself is shown at most this often, and at its end."""
+"""Shortest time between two states of a line that overwrites itself, where the sink is no terminal (s). Its last state
+is always shown."""
 TRANSIENT_S = 0.1
-"""Terminal: the transient last line changes at most this often."""
+"""Shortest time between two changes of the transient last line of a terminal (s)."""
 PROMPT_S = 0.2
-"""Terminal: an unfinished line that stays this long is shown: it may be a prompt."""
+"""Time after which an unfinished line is shown on a terminal (s): it may be a prompt."""
 PROMPT_ENDS = (b"?", b":", b">", b"]", b")", b"$", b"#")
+"""Last characters of a line that may be a prompt."""
 POLL_S = 0.05
-"""The polling interval where the kernel refuses inotify."""
+"""Interval of polling where the kernel refuses inotify (s)."""
 AT_ONCE = 0.0
+"""A time that has come: more can be read now."""
 
 
 class Sink(Protocol):
@@ -99,7 +102,7 @@ class Sink(Protocol):
 
 
 class Followed(Protocol):
-    """What is followed: see log_spool.py."""
+    """A stream that grows, and that a StreamTail follows: a Spool of log_spool.py."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -181,7 +184,8 @@ class StreamTail:
         return self.held.feed(lines, now) if self.held is not None else lines
 
     def take_progress(self, now: float) -> tuple[bytes, float | None]:
-        """Not a terminal: the state of a line that overwrites itself, as a line, or the time of the next check."""
+        """The state of a line that overwrites itself, as a line, or the time of the next check. It is for a sink that
+        is no terminal."""
         state = self._cutter.progress
         if not state or state == self._progress_shown:
             return b"", None
@@ -191,7 +195,8 @@ class StreamTail:
         return self.dress(state + b"\n"), None
 
     def transient(self) -> tuple[bytes, float | None]:
-        """Terminal: the unfinished line, and when it is due; None: it is drawn already, or there is none."""
+        """The unfinished line, and the time at which it is due; None: it is drawn already, or there is none. It is for
+        a terminal."""
         text = self._cutter.newest
         if text == self.drawn or not text:
             return text, None
@@ -208,6 +213,7 @@ class StreamTail:
         return self.prefix + tame(text)
 
     def draw(self, text: bytes) -> bytes:
+        """The unfinished line in the form for a terminal. It counts as drawn from now on."""
         self.drawn = text
         return self.prefix + tame(text) if text else b""
 
@@ -218,7 +224,8 @@ class StreamTail:
             if size < self._offset:  # the worker truncated it
                 self._offset = 0
             before = -1
-            while not chunk and before < self._offset < size:  # again, if bytes were passed over that had been dropped
+            # Again, if only bytes were passed over that had been dropped.
+            while not chunk and before < self._offset < size:
                 before = self._offset
                 chunk, self._offset = self._followed.read(before, min(size - before, CHUNK_BYTES_MAX))
             self._has_more = bool(chunk) and self._offset < size
@@ -302,12 +309,14 @@ class Lane:
         self._groups.append(group)
 
     def pump(self, now: float, watch: ChangeWatch) -> float | None:
-        """Show available lines while the sink has room. Returns the time of the next call; None: call at news."""
+        """Show available lines while the sink has room. Returns the time of the next call; None: call it when a file
+        has changed."""
         while self._groups and self.sink.free:
             group = self._groups[0]
-            over = group.ended  # read before the files: what is read afterwards is the final content
+            # Both are read before the files: what is read from the files afterwards is then their final content.
+            over = group.ended
             group.open(watch)
-            elsewhere = group.shown_elsewhere  # also read before the files
+            elsewhere = group.shown_elsewhere
             due = None if self.sink.broken else self._show(group, now, over=over)
             if over and due is None and not self.sink.broken:
                 due = self._show_held(group, now, elsewhere)
@@ -324,9 +333,13 @@ class Lane:
         self._groups.clear()
 
     def _show(self, group: TailGroup, now: float, *, over: bool) -> float | None:
+        """Show what this group has now. Returns the time of the next call; None: call it when a file has changed, or
+        never if the group is over."""
         blocks: list[bytes] = []
         size = 0
         more = False
+
+        # One chunk of each file in turn, from where the last call stopped: a busy rank must not hide the others.
         for _ in group.tails:
             tail = group.tails[group.turn]
             group.turn = (group.turn + 1) % len(group.tails)
@@ -339,6 +352,8 @@ class Lane:
             if size >= CHUNK_BYTES_MAX:
                 more = True
                 break
+
+        # The unfinished line at the end. Its owner may have finished it just now: then it is removed.
         due: float | None = AT_ONCE
         transient = b"" if self._owner is not None and not self._owner.drawn else None
         if not more and over:
@@ -351,6 +366,8 @@ class Lane:
             due = self._add_progress(group, now, blocks)
         if transient == b"":
             self._owner = None
+
+        # Lines that are held or folded wait for their time, unless something that must not overtake them is shown now.
         at_end = over and due is None
         dues = [] if due is None else [due]
         if not at_end:
@@ -360,6 +377,7 @@ class Lane:
                 blocks.append(group.fold.take())
             else:
                 dues.append(group.fold.due)
+
         lines = b"".join(blocks)
         if lines or transient is not None:
             self.sink.put(lines, transient)
@@ -375,7 +393,7 @@ class Lane:
         if group.fold is None or tail.rank is None:
             blocks.append(tail.dress(lines))
             return
-        if len(lines) > FOLD_BYTES_MAX or group.fold.full:
+        if len(lines) > FOLD_BYTES_MAX or group.fold.full:  # what waits is older than these lines, and comes first
             blocks.append(group.fold.take())
         if len(lines) > FOLD_BYTES_MAX:
             blocks.append(tail.dress(lines))
@@ -383,7 +401,7 @@ class Lane:
             group.fold.add(id(tail), tail.rank, tail.plain(lines), now)
 
     def _release_late(self, group: TailGroup, now: float, blocks: list[bytes]) -> list[float]:
-        """Release tracebacks that were held long enough; returns when the others are due."""
+        """Release tracebacks that were held long enough. Returns the times at which the others are due."""
         dues = []
         for tail in group.tails:
             if tail.held is None or tail.held.due is None:
@@ -395,7 +413,8 @@ class Lane:
         return dues
 
     def _show_held(self, group: TailGroup, now: float, elsewhere: dict[int, str] | None) -> float | None:
-        """No worker of this group lives: show the held tracebacks, except those shown elsewhere, once that is known."""
+        """Show the held tracebacks of a group whose workers have ended, except those that are shown elsewhere. Returns
+        the time until which it waits to learn that; None: all is shown."""
         held = [(tail, tail.held) for tail in group.tails if tail.held is not None and tail.held.due is not None]
         late = [each.due for _, each in held if each.due is not None and each.due > now]
         if elsewhere is None and late:
@@ -411,6 +430,7 @@ class Lane:
         return None
 
     def _add_progress(self, group: TailGroup, now: float, blocks: list[bytes]) -> float | None:
+        """Add the states of lines that overwrite themselves. Returns the time of the next one; None: there is none."""
         dues: list[float] = []
         for tail in group.tails:
             block, due = tail.take_progress(now)
@@ -422,7 +442,7 @@ class Lane:
     def _next_transient(
         self, group: TailGroup, now: float, transient: bytes | None
     ) -> tuple[float | None, bytes | None]:
-        """When the transient line changes next, and its new text now (None: it stays)."""
+        """The time at which the transient line changes next, and its new text now (None: it stays)."""
         waiting: list[tuple[float, StreamTail, bytes]] = []
         for tail in group.tails:
             text, due = tail.transient()
@@ -444,7 +464,7 @@ class Lane:
 
 
 class LogTail:
-    """All lanes together: the console's Source."""
+    """All lanes together, as a Source of the console. A lane ends with its last group."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # groups are added from the agent's thread
@@ -454,7 +474,8 @@ class LogTail:
         self._watch: ChangeWatch | None = None
         self.abandoned = False
         """Set from any thread: show nothing more."""
-        self.closed = False  # nothing is open any more
+        self.closed = False
+        """It was abandoned, and has closed everything."""
 
     def add(self, sink: Sink, group: TailGroup) -> None:
         """Show the group after all earlier ones of this sink. The caller must wake the console afterwards."""

@@ -23,13 +23,14 @@ from typing import NamedTuple
 from holdfast.linux import ProcessStat, process_stat
 
 RESCAN_S = 0.05
-"""While a tree is being killed: scan again at least this often, for children forked between a scan and its signals."""
+"""Longest time between two scans of a tree that is being killed (s). A process may fork between a scan and its signal:
+only another scan finds that child."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
 FIRST_FIELD, ARGUMENTS = 3, (48, 49)
 """Numbers of fields in /proc/PID/stat, as in proc(5): the first one after the name; bounds of the command line."""
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def prctl(option: int, argument: int | bytes) -> None:
@@ -54,7 +55,7 @@ def set_command_line(text: bytes) -> None:
 
 
 def _errno_error() -> OSError:
-    """The error of the last call through ctypes: the subclass that belongs to its number."""
+    """The error of the last call through ctypes, in the subclass of OSError that belongs to its number."""
     import ctypes
 
     number = ctypes.get_errno()
@@ -62,7 +63,7 @@ def _errno_error() -> OSError:
 
 
 def become_subreaper() -> None:
-    """Make orphans among our descendants our children instead of init's."""
+    """Make orphans among our descendants our children instead of init's: no double fork leads out of our tree."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -106,6 +107,7 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
         below = [pid for pid in children.get(todo.pop(), ()) if pid not in spare]
         found += below
         todo += below
+    # A zombie is left out only here: its own children may live, until the kernel gives them another parent.
     return [pid for pid in found if pid in living]
 
 
@@ -121,8 +123,9 @@ def signal_below(root: int, pid: int, signum: int) -> None:
     process = -1
     try:
         with contextlib.suppress(PermissionError):
-            # Opened before the look: afterwards it cannot come to mean another process.
-            with contextlib.suppress(OSError):  # a kernel without pidfd, or no descriptor left
+            # The pidfd is opened before the check. What was checked is then what gets the signal, also if the process
+            # ends in between and its number is used again.
+            with contextlib.suppress(OSError):  # a kernel without pidfd, or no descriptor left: the number must do
                 process = os.pidfd_open(pid)
             if not _is_below(root, pid):
                 return
@@ -137,6 +140,7 @@ def signal_below(root: int, pid: int, signum: int) -> None:
 
 
 WALKS_MAX = 16
+"""Number of walks from a process up to its root. Another one is needed where a parent was reaped during a walk."""
 
 
 def _is_below(root: int, pid: int) -> bool:
@@ -154,7 +158,7 @@ def _is_below(root: int, pid: int) -> bool:
 
 
 def _wait_for_ends(pids: Collection[int], limit_s: float) -> None:
-    """Wait until all have ended, at most `limit_s`."""
+    """Wait until all have ended, for at most `limit_s`. A process that has no pidfd is not waited for."""
     deadline = time.monotonic() + limit_s
     poller = select.poll()
     watched: set[int] = set()
@@ -190,11 +194,13 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 10
         killed.update(living)
         _wait_for_ends(living, min(left_s, RESCAN_S))
     if root == os.getpid():
-        _reap(killed)  # only now: a process that was still dying during the wait is a zombie by now
+        # Only now: every process that was still dying during the wait is a zombie by now.
+        _reap(killed)
     return []
 
 
 SESSION_SCANS_MAX = 5
+"""Number of scans of one session. It bounds the work where a program forks faster than we kill."""
 
 
 def kill_session(root: int, leader: int) -> None:
@@ -203,6 +209,7 @@ def kill_session(root: int, leader: int) -> None:
     for _ in range(SESSION_SCANS_MAX):
         below = [(pid, process_stat(pid)) for pid in descendants(root)]
         members = {pid for pid, stat in below if stat is not None and stat.session == leader}
+        # No member is new: those that are left have got SIGKILL, and cannot fork any more.
         if members <= killed:
             return
         kill_each(root, members)
@@ -218,16 +225,16 @@ def _reap(pids: Collection[int]) -> None:
 NETLINK_SOCK_DIAG = 4
 SOCK_DIAG_BY_FAMILY = 20
 REQUEST_OF_ALL = 0x301
-"""NLM_F_REQUEST | NLM_F_DUMP."""
+"""Flags NLM_F_REQUEST and NLM_F_DUMP: the answer lists all sockets."""
 NLMSG_ERROR, NLMSG_DONE = 2, 3
 INET_DIAG_INFO = 2
 CONNECTED = 1 << 1
-"""The state ESTABLISHED."""
+"""Bit of the state ESTABLISHED."""
 
 HEAD = struct.Struct("=IHHII")
-"""nlmsghdr: length, type …"""
+"""Structure nlmsghdr: length, type, and three fields that are not needed here."""
 QUESTION = struct.Struct("=BBBBI48x")
-"""inet_diag_req_v2: family, protocol, what else is wanted, padding, states; any address."""
+"""Structure inet_diag_req_v2: family, protocol, attributes that are wanted, padding, states; any address."""
 INODE_AT, ANSWER_BYTES = 68, 72
 """Offset of the inode in inet_diag_msg, and the length of that structure."""
 ATTRIBUTE = struct.Struct("=HH")
@@ -236,11 +243,11 @@ MOVED_AT = 120
 """Offset in tcp_info of two counters: bytes that the peer has acknowledged, and bytes received."""
 
 NETLINK_PACKETS_MAX = 1024
-"""Packets, each with some dozens of sockets."""
+"""Number of packets of an answer that are read. Each has some dozens of sockets."""
 ANSWER_BYTES_MAX = 1 << 16
 WAIT_S_MAX = 0.2
 FILES_MAX = 4096
-"""Open files of one process that are read."""
+"""Number of open files of one process that are read."""
 
 
 def tcp_moved_bytes() -> dict[int, int]:
@@ -256,23 +263,25 @@ def tcp_moved_bytes() -> dict[int, int]:
             question = QUESTION.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), 0, CONNECTED)
             link.send(HEAD.pack(HEAD.size + len(question), SOCK_DIAG_BY_FAMILY, REQUEST_OF_ALL, 0, 0) + question)
             for _ in range(NETLINK_PACKETS_MAX):
-                if _is_last(link.recv(ANSWER_BYTES_MAX), found):
+                if _read_packet(link.recv(ANSWER_BYTES_MAX), found):
                     break
     return found
 
 
-def _is_last(packet: bytes, found: dict[int, int]) -> bool:
+def _read_packet(packet: bytes, found: dict[int, int]) -> bool:
+    """Add a packet's connections to `found`. Returns whether it is the last packet of the answer."""
     at = 0
     while at + HEAD.size <= len(packet):
         length, kind, *_ = HEAD.unpack_from(packet, at)
         if kind in (NLMSG_ERROR, NLMSG_DONE) or length < HEAD.size:
             return True
-        _note(packet[at + HEAD.size : at + length], found)
+        _read_connection(packet[at + HEAD.size : at + length], found)
         at += _aligned(length)
     return False
 
 
-def _note(answer: bytes, found: dict[int, int]) -> None:
+def _read_connection(answer: bytes, found: dict[int, int]) -> None:
+    """Add one connection to `found`: the sum of its two counters, by the inode of its socket."""
     (inode,) = struct.unpack_from("=I", answer, INODE_AT)
     at = ANSWER_BYTES
     while at + ATTRIBUTE.size <= len(answer):
@@ -283,6 +292,7 @@ def _note(answer: bytes, found: dict[int, int]) -> None:
 
 
 def _aligned(length: int) -> int:
+    """Length of a netlink message or attribute with its padding: the next one begins at a multiple of 4 bytes."""
     return (length + 3) & ~3
 
 
@@ -300,7 +310,7 @@ def of_connections(pids: Iterable[int], moved: Mapping[int, int]) -> dict[int, f
 
 
 TASKS_MAX = 256
-"""Threads of one process that are described."""
+"""Number of threads of one process that are described."""
 FIRST_PID = 1
 ENVIRONMENT_BYTES_MAX = 1 << 20
 SECTOR_BYTES = 512
@@ -308,16 +318,18 @@ SECTOR_BYTES = 512
 
 
 class Child(NamedTuple):
+    """A process below another one, as `families` finds it."""
+
     pid: int
     name: str
     state: str
     parent: int
     cpu_s: float
-    """Includes its own children that have ended."""
+    """Processor time so far (s), including that of its own children that have ended."""
 
 
 class Signals(NamedTuple):
-    """Signal masks of a process and of its main thread."""
+    """Signal masks of a process and of its main thread. Bit N-1 stands for signal N."""
 
     caught: int = 0
     blocked: int = 0
@@ -349,7 +361,8 @@ def wanted_s(pid: int, *, all_threads: bool) -> float:
 
 
 def waited_ns(pid: int) -> dict[str, int]:
-    """For how long each thread of a process has waited for a processor so far. Empty where that is unknown."""
+    """The time for which each thread of a process has waited for a processor so far (ns), by thread. Empty where that
+    is unknown."""
     tasks, found = list[str](), dict[str, int]()
     with contextlib.suppress(OSError):
         tasks = os.listdir(f"/proc/{pid}/task")[:TASKS_MAX]
@@ -366,11 +379,13 @@ def moved_bytes(pid: int | str) -> int:
 
 
 def wrote_bytes(pid: int | str) -> int:
-    """Of these, those that system calls have written."""
+    """Bytes that system calls of a process, or of a thread given as `PID/task/TID`, have written so far: a part of
+    `moved_bytes`. 0 where this cannot be read."""
     return _counted(pid).get(b"wchar", 0)
 
 
 def _counted(pid: int | str) -> dict[bytes, int]:
+    """Counters of /proc/PID/io (bytes), by their names; empty where this cannot be read."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
             counts = dict(line.split(b":") for line in file)
@@ -395,8 +410,10 @@ def signals(pid: int | str) -> Signals:
 
 
 def switches(pid: int) -> int:
-    """How often the main thread went to sleep or was preempted. Twice the same number: it slept all the time or ran all
-    the time. -1 when there is no such process."""
+    """Number of times that the main thread went to sleep or was preempted; -1: there is no such process.
+
+    If the number has not grown between two calls, the thread slept all the time, or ran all the time.
+    """
     found = 0
     try:
         with open(f"/proc/{pid}/task/{pid}/status", "rb") as file:
@@ -446,6 +463,7 @@ def families(roots: Mapping[int, bytes]) -> dict[int, list[Child]]:
         parents[pid] = stat.parent
         if stat.session in roots and pid not in roots:
             orphans.setdefault(stat.session, []).append(child)
+    # A process that has lost its parent belongs to init now, or to the supervisor, which is the parent of the roots.
     for parent in {FIRST_PID} | {parents[root] for root in roots if root in parents}:
         for child in below.get(parent, ()):
             if child.pid not in roots and (root := _started_by(child, roots)) is not None:
@@ -466,9 +484,8 @@ def _family(of: list[Child], below: Mapping[int, list[Child]]) -> list[Child]:
 
 
 def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
-    """The root to which this process belongs by its environment. Reading the environment may block while a disk stalls
-    the process."""
-    if child.state == "D":
+    """The root to which this process belongs by its environment; None: none of them."""
+    if child.state == "D":  # a disk stalls it, and reading its environment would wait for that
         return None
     try:
         with open(f"/proc/{child.pid}/environ", "rb") as file:
@@ -479,8 +496,8 @@ def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
 
 
 def stolen_s(proc: str = "/proc") -> float:
-    """Seconds so far for which other machines had this one's processors while it needed them: the mean over its
-    processors. Nobody's processor time grows meanwhile, nor anybody's time of waiting. 0 where that is unknown."""
+    """Time so far for which other virtual machines had this one's processors while it needed them (s): the mean over
+    its processors. No process's counter shows this time: neither used nor waited. 0 where that is unknown."""
     with contextlib.suppress(OSError, ValueError, LookupError, ZeroDivisionError), open(f"{proc}/stat", "rb") as file:
         lines = [line.split() for line in file if line.startswith(b"cpu")]
         return int(lines[0][8]) / os.sysconf("SC_CLK_TCK") / (len(lines) - 1)
@@ -525,12 +542,13 @@ def _wchan(pid: int, task: int) -> str:
 def has_open(pid: int, fd: int) -> bool:
     """Whether this very file is open in that process: it may have closed the file, or be another program by now."""
     ours = os.fstat(fd)
+
     folder = f"/proc/{pid}/fd"
     try:
         numbers = sorted(map(int, os.listdir(folder)), reverse=True)
     except OSError:
         return False
-    for number in numbers:
+    for number in numbers:  # from the highest: the file has a high number, see worker/bootstrap.py
         with contextlib.suppress(OSError):
             theirs = os.stat(f"{folder}/{number}")
             if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):

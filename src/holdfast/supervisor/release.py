@@ -1,7 +1,8 @@
-"""How long a worker may take to leave its generation: time in which it only waited for a processor does not count.
+"""The time that a worker may take to leave its generation: waiting for a processor does not count.
 
-On a machine with more to do than it has processors, a healthy worker is as late as one that cannot be released. The
-kernel tells them apart (`schedstat`). A worker that sleeps, is suspended or computes waits for no processor.
+On a machine with more to do than it has processors, a healthy worker is as late as one that cannot be released. A
+counter of the kernel distinguishes them (`schedstat`): a worker that sleeps, is suspended or computes waits for no
+processor.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from holdfast.protocol.rank_progress import RankProgress
 from holdfast.supervisor import processes
 
 FIRST_LOOK = 0.1
-"""After this share of the time the first look is taken: nearly all workers have come by then, and cost nothing."""
+"""Share of the time limit after which the first look is taken. Nearly all workers are at the gate by then, and are not
+measured."""
 
 
 def allowed_s(limit_s: float, waited_s: float) -> float:
-    """For how long a worker may take that has waited so long for a processor meanwhile.
+    """The time limit of a worker that has waited `waited_s` for a processor meanwhile (s).
 
     >>> allowed_s(2.0, 0.0), allowed_s(2.0, 0.5), allowed_s(2.0, 9.0)
     (2.0, 2.5, 4.0)
@@ -28,13 +30,14 @@ def allowed_s(limit_s: float, waited_s: float) -> float:
 
 @dataclass
 class LongestStep:
-    """The longest step of these workers so far, without the first step of each."""
+    """The longest step of these workers so far. The first step of each does not count: it may take much longer."""
 
     seconds: float = 0.0
     _newest: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Steps, and when the newest of them ended, by local rank."""
+    """Number of steps, and the time at which the newest of them ended (s), by local rank."""
 
-    def heard(self, now: float, ranks: Iterable[RankProgress]) -> None:
+    def add(self, now: float, ranks: Iterable[RankProgress]) -> None:
+        """Take a report into account. Steps that ended since the report before count with their mean."""
         for each in ranks:
             before, before_s = self._newest.get(each.local_rank, (0, 0.0))
             at_s = now - each.age_s
@@ -46,13 +49,14 @@ class LongestStep:
 
 @dataclass
 class Lateness:
-    """What is known of one worker that has not come: from the first call of `waited_s` on."""
+    """Measures how long a late process has waited for a processor, from the first call of `waited_s` on."""
 
     pid: int
     _before: dict[str, int] | None = field(default=None)
+    """The kernel's counter of each thread at the first call (ns); None: there was no call yet."""
 
     def waited_s(self) -> float:
-        """How long the thread that has waited longest for a processor has waited since the first call."""
+        """The time for which a thread has waited for a processor since the first call (s): that of the longest wait."""
         now = processes.waited_ns(self.pid)
         if self._before is None:
             self._before = now

@@ -52,9 +52,9 @@ SAVER_LISTENING_FD = 4
 BACKLOG = 16_384
 """Connections that may wait for the store's server: all ranks of a large job. The kernel has its own maximum."""
 SAY_AFTER_S = 2.0
-"""A longer wait for the saver is reported on the console."""
-ENOUGH_FAILURES = 3
-"""After so many savers in a row that ended before they reported their start, no other one is started."""
+"""Time after which a wait for the saver is reported on the console (s)."""
+FAILURES_MAX = 3
+"""Number of savers in a row that ended before they reported their start. Then no other one is started."""
 
 LostCallback = Callable[[int, str], None]
 
@@ -69,7 +69,7 @@ class ServiceProcess:
         on_packet: Callable[[seqpacket.Message], None],
         on_silent: Callable[[], None],
     ) -> None:
-        """`on_silent`: the process has closed its end of the socket."""
+        """`on_silent` is called when the process has closed its end of the socket."""
         self.supervisor = supervisor
         self._name = name
         self._on_packet = on_packet
@@ -100,7 +100,8 @@ class ServiceProcess:
         self._loop.add_reader(ours, self._readable)
 
     def send(self, packet: seqpacket.Message, fds: Sequence[int] = ()) -> None:
-        """Never waits. Raises OSError: BlockingIOError when the process does not read, another when it is gone."""
+        """Send without waiting. Raises OSError: BlockingIOError when the process does not read, another when it is
+        gone."""
         assert self._control is not None
         seqpacket.send(self._control, packet, fds)
 
@@ -155,7 +156,7 @@ class StoreHost:
         which the fork server runs a script under a worker's Python; empty: there is no fork server.
         """
         self._server = ServiceProcess(
-            supervisor, STORE, self._answered, lambda: self._lose("the store's server has gone")
+            supervisor, STORE, self._on_packet, lambda: self._lose("the store's server has gone")
         )
         self._python = python or sys.executable
         self._on_lost = on_lost
@@ -206,6 +207,7 @@ class StoreHost:
             self._lose(f"the store's server {why}")
 
     def _hand_over(self) -> None:
+        """Give the listening socket to the server, which is started if it does not run."""
         assert self._listening is not None
         assert self._generation is not None
         self._loop.remove_reader(self._listening)
@@ -219,12 +221,12 @@ class StoreHost:
     def _send(self, generation: int, fds: Sequence[int]) -> None:
         try:
             self._server.send({"generation": generation}, fds)
-        except BlockingIOError:
-            self._lose("the store's server does not read")  # for hundreds of generations
+        except BlockingIOError:  # hundreds of packets wait in the socket, one or two for each generation
+            self._lose("the store's server does not read")
         except OSError:
             pass  # an event will report its end
 
-    def _answered(self, packet: seqpacket.Message) -> None:
+    def _on_packet(self, packet: seqpacket.Message) -> None:
         if "failed" in packet and packet["failed"] == self._generation:
             self._generation = None
             self._on_lost(packet["failed"], packet["text"])
@@ -261,7 +263,7 @@ class SaverHost:
     ) -> None:
         """`on_notice` gets messages for the user, `journal` an event for each save, and for each copy to another
         node. `token`: the job's, if it has one."""
-        self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108
+        self._saver = ServiceProcess(supervisor, SAVER, self._on_packet, lambda: self._gone.set())  # noqa: PLW0108
         self._run_id = run_id
         self._on_notice = on_notice
         self._journal, self._token = journal, token
@@ -269,11 +271,14 @@ class SaverHost:
         self._memory_folder: MemoryFolder | None = None
         self._listening: socket.socket | None = None
         self._failures = 0
+        """Number of savers in a row that ended before they reported their start."""
         self._serving: dict[int, seqpacket.Message] = {}
-        """By rank of this node, what the saver has answered to its worker in this life."""
+        """The saver's newest answer to the worker of each rank of this node, by rank, in this life of the job."""
         self._gone = asyncio.Event()
         self._cleaning: asyncio.Task[object] | None = None
+        """Removes the folders that agents of other jobs have left in /dev/shm."""
         self._opened = False
+        """It was tried to make the memory folder: only once, so that a job gets one notice and no second folder."""
 
     def environment(self, generation: int, local_rank: int) -> dict[str, str]:
         """Variables for a worker's environment; none where there is no memory folder."""
@@ -283,27 +288,31 @@ class SaverHost:
         return {SAVER_VARIABLE: f"{self._memory_folder.path}@{generation}@{local_rank}"}
 
     def states(self) -> HeldStates | None:
-        """What the saver here gives to other nodes; None: nothing."""
+        """The states that the saver here gives to other nodes; None: it gives none."""
         if self._memory_folder is None or not self._serving:
             return None
 
         ranks = set(self._serving).union(ranks_with_states(self._memory_folder.path / COPIES))
-        said = list(self._serving.values())[-1]
-        host, port, word, folder, world = (said[name] for name in ("host", "port", "word", "folder", "world"))
+        newest = list(self._serving.values())[-1]
+        host, port, word, folder, world = (newest[name] for name in ("host", "port", "word", "folder", "world"))
         return HeldStates(host, port, word, folder, world, tuple(sorted(ranks)))
 
     def prefetch(self, ranks: Mapping[int, int], states: Sequence[HeldStates]) -> None:
-        """Have the saver fetch the states of these ranks, by local rank, while the workers start. Call it before."""
+        """Let the saver fetch states from other nodes while the workers start. Call it before they are started.
+
+        `ranks`: the rank of each local rank. `states`: what the savers of other nodes give.
+        """
         wanted: list[object] = []
         for local_rank, rank in ranks.items():
             sources = [(has.host, has.port, has.word, has.folder) for has in states if rank in has.ranks]
             wanted += [(local_rank, rank, sources)] if sources else []
         if not wanted:
             return
+
         self._open_once()
-        if self._memory_folder is None or self._failures >= ENOUGH_FAILURES:
+        if self._memory_folder is None or self._failures >= FAILURES_MAX:
             return
-        with suppress(OSError):
+        with suppress(OSError):  # then the workers fetch their states themselves
             (self._memory_folder.path / PREFETCH).mkdir(mode=0o700, exist_ok=True)
             if not self._saver.running:
                 self._start()
@@ -314,7 +323,7 @@ class SaverHost:
         """React to the saver's end; events about other processes are ignored."""
         if why := self._saver.why_ended(event):
             if isinstance(event, SpawnFailed):
-                self._failures = ENOUGH_FAILURES - 1  # another one could not be started either
+                self._failures = FAILURES_MAX - 1  # another one could not be started either
             self._ended(why)
 
     def renew(self, supervisor: SupervisorClient) -> None:
@@ -324,7 +333,7 @@ class SaverHost:
             supervisor.remove_at_end(str(self._memory_folder.path))
         if self._saver.running:
             self._ended("was killed with the supervisor")
-        elif self._listening is not None and self._failures < ENOUGH_FAILURES:
+        elif self._listening is not None and self._failures < FAILURES_MAX:
             self._loop.add_reader(self._listening, self._start)
 
     async def close(self) -> None:
@@ -332,7 +341,7 @@ class SaverHost:
         if self._memory_folder is None:
             return
         assert self._listening is not None
-        if not self._saver.running and self._failures < ENOUGH_FAILURES and seqpacket.is_readable(self._listening):
+        if not self._saver.running and self._failures < FAILURES_MAX and seqpacket.is_readable(self._listening):
             self._start()  # a worker left a save a moment ago, and died
         if self._saver.running:
             await self._finish()
@@ -383,6 +392,7 @@ class SaverHost:
         self._cleaning = self._loop.create_task(asyncio.to_thread(clean))
 
     def _start(self) -> None:
+        """Start the saver. A worker has connected, or a node needs states."""
         assert self._listening is not None
         assert self._memory_folder is not None
         self._loop.remove_reader(self._listening)
@@ -392,12 +402,13 @@ class SaverHost:
         argv = saver_argv(self._memory_folder.path, listening=SAVER_LISTENING_FD, control=CONTROL_FD)
         self._saver.start(argv, {SAVER_LISTENING_FD: self._listening.fileno()})
 
-    def _heard(self, packet: seqpacket.Message) -> None:
+    def _on_packet(self, packet: seqpacket.Message) -> None:
         if packet.get("is") == "up":
             self._failures = 0
         elif packet.get("is") == "news":
             self._on_notice(f"snapshots: {packet.get('text')}")
         elif packet.get("is") == "serving":
+            # Another word begins another life of the job: what was offered before belongs to the one before.
             if any(each["word"] != packet["word"] for each in self._serving.values()):
                 self._serving.clear()
             if packet["port"] and packet["folder"].isprintable():
@@ -415,15 +426,15 @@ class SaverHost:
     def _ended(self, why: str) -> None:
         self._saver.drop()
         self._serving.clear()
-        if self._memory_folder is not None:  # nobody has to wait for it any more
+        if self._memory_folder is not None:  # workers wait for a prefetch as long as its folder is there
             with suppress(OSError):
                 remove_folder(self._memory_folder.path / PREFETCH)
         self._gone.set()
         self._failures += 1
-        if self._failures < ENOUGH_FAILURES:
+        if self._failures < FAILURES_MAX:
             if self._listening is not None:
                 self._loop.add_reader(self._listening, self._start)
-        elif self._failures == ENOUGH_FAILURES:
+        elif self._failures == FAILURES_MAX:
             self._on_notice(f"snapshots: the process that writes them {why}. It is not started again.")
 
 
@@ -440,6 +451,7 @@ def _port(sock: socket.socket) -> int:
 
 
 def _listen(loopback_only: bool) -> socket.socket:
+    """A listening socket at a free port, for both families if there is IPv6. Raises OSError."""
     if loopback_only:
         return _bound(socket.AF_INET, "127.0.0.1")
     try:

@@ -1,8 +1,8 @@
 """Samples the stacks of one generation's workers on this node, and keeps the evidence in the run folder.
 
-A look at the workers ends within LOOK_S_MAX, whatever state they are in. It asks a worker for its stacks only when the
-worker surely catches the signal and writes to our file; it changes nothing else about the worker. Judges nothing: see
-diagnosis/hangs.py for the meaning of the samples.
+A look is one sample of all workers. It ends within LOOK_S_MAX, whatever state they are in. It asks a worker for its
+stacks only when the worker surely catches the signal and writes to our file; it changes nothing else about the worker.
+Judges nothing: see diagnosis/hangs.py for the meaning of the samples.
 
     <run folder>/stacks/gen<G>_<n>_rank<R>.txt           one look at one worker: all its threads
     <run folder>/stacks/gen<G>_nccl_trace_rank<R>        NCCL's flight recorder, if it has dumped
@@ -52,22 +52,24 @@ from holdfast.supervisor.attached import attached
 from holdfast.supervisor.kernel_wait import is_connecting, wait_of, waits_of_others
 
 FIRST_LOOKS_MAX = 10
-"""The evidence of the first looks of a generation is kept; of later looks only the newest."""
+"""Number of first looks of a generation whose evidence is kept for good."""
 LATER_LOOKS_MAX = 30
+"""Number of newest looks whose evidence is kept beside that of the first."""
 TRACE_BYTES_MAX = 64 * 1024 * 1024
 SPY_S_MAX = 20.0
 SPY_AGAIN_S = 300.0
-"""py-spy attaches to a worker at most this often."""
+"""Shortest time between two attaches of py-spy to one worker (s)."""
 SPY_BYTES_MAX = 1_000_000
 
 TRACE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Where torch writes the flight recorder's files; the second is the older name."""
+"""Variables that name the paths of the flight recorder's files; the second is the older name."""
 OLDER_TRACES = "/tmp/nccl_trace_rank_"
-"""The same without a variable, in older versions of torch."""
+"""Beginning of the paths of these files without a variable, in older versions of torch."""
 
 
 def _traces(environ: Mapping[str, str]) -> list[str]:
-    """The beginnings of the paths of the flight recorder's files, to which torch adds the rank: the first is there."""
+    """Beginnings of the paths that the flight recorder's files may have; torch adds the rank. The first path that
+    exists counts."""
     named = next((environ[name] for name in TRACE_VARIABLES if environ.get(name)), None)
     if named is not None:
         return [named]
@@ -85,8 +87,9 @@ class StackFiles:
         self._looks = 0
         self._began_epoch_s = time.time()
         self._traces: dict[int, float] = {}
-        """When the kept trace of each rank was written."""
+        """The time of change of the trace that was copied for each rank (epoch s), by rank."""
         self._spied_s: dict[int, float] = {}
+        """The time at which py-spy last attached to each worker (monotonic s), by local rank."""
         self._spying: asyncio.Task[None] | None = None
 
     def keep(self, folder: Path, samples: Sequence[RankSample], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
@@ -94,19 +97,21 @@ class StackFiles:
         Raises OSError."""
         at = folder / "stacks"
         at.mkdir(exist_ok=True)
+
         number = self._looks
         self._looks += 1
-        if number >= FIRST_LOOKS_MAX:
+        if number >= FIRST_LOOKS_MAX:  # later looks overwrite each other in turn
             number = FIRST_LOOKS_MAX + (number - FIRST_LOOKS_MAX) % LATER_LOOKS_MAX
-        kept = []
+
+        written = []
         for sample in samples:
             rank = self._rank_of(sample.local_rank)
             path = at / f"gen{self.generation}_{number + 1}_rank{rank}.txt"
             path.write_text(self._describe(sample, texts.get(sample.local_rank, "")), errors="replace")
-            kept.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # printable
+            written.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # printable
             with contextlib.suppress(OSError):
-                self._keep_trace(at, rank)
-        return tuple(kept)
+                self._copy_trace(at, rank)
+        return tuple(written)
 
     def _describe(self, sample: RankSample, text: str) -> str:
         rank = self._rank_of(sample.local_rank)
@@ -124,15 +129,15 @@ class StackFiles:
         ]
         return "\n".join(lines) + "\n"
 
-    def _keep_trace(self, at: Path, rank: int) -> None:
+    def _copy_trace(self, at: Path, rank: int) -> None:
         """Copy what NCCL's flight recorder has written about this rank in this generation."""
         for beginning in _traces(os.environ):
             with contextlib.suppress(OSError):
-                if self._keep(beginning + str(rank), at, rank):
+                if self._copy(beginning + str(rank), at, rank):
                     return
 
-    def _keep(self, path: str, at: Path, rank: int) -> bool:
-        """Whether this is such a file, of this generation."""
+    def _copy(self, path: str, at: Path, rank: int) -> bool:
+        """Copy this trace. Returns False if it is no file of ours, or older than this generation."""
         # In /tmp any user may have put a pipe, or a link, under that name.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
@@ -140,7 +145,7 @@ class StackFiles:
                 return False
             if found.st_mtime < self._began_epoch_s:
                 return False
-            if self._traces.get(rank) == found.st_mtime:
+            if self._traces.get(rank) == found.st_mtime:  # copied already
                 return True
             (at / f"gen{self.generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
         self._traces[rank] = found.st_mtime
@@ -161,7 +166,7 @@ class StackFiles:
             self._spying = asyncio.create_task(self._spy(program, due))
 
     async def pause(self) -> None:
-        """Stop py-spy: a look would find the process stopped that py-spy traces."""
+        """Stop py-spy. It stops the process that it traces, and a look would take that for the worker's own state."""
         task, self._spying = self._spying, None
         if task is not None:
             task.cancel()
@@ -212,41 +217,45 @@ def py_spy() -> str | None:
 
 
 ANSWER_S_MAX = 1.0
-"""Limit for the workers to write their stacks; they do so in milliseconds."""
+"""Limit for the workers to write their stacks (s); they do so in milliseconds."""
 KEEP_S_MAX = 0.5
-"""Limit for the evidence to reach the disk; after that writing continues without us, and samples name no file."""
+"""Limit for the evidence to reach the disk (s). After it, a thread continues to write, and samples name no file."""
 LOOK_S_MAX = 3.0
+"""Limit for a look (s): more than the sum of the limits of its steps."""
 QUIET_S = 0.2
-"""A worker whose main thread has slept for this long is assumed to sleep on while its stacks are written."""
+"""Time after which the main thread of a worker, if it slept all the while, is assumed to sleep on while its stacks are
+written (s)."""
 READ_S_MAX = 0.2
-"""Limit for reading the program's source lines."""
+"""Limit for reading the program's source lines (s)."""
 HANDLED_S_MAX = 0.3
-"""Limit for a worker to write which exception it handles."""
+"""Limit for a worker to write which exception it handles (s)."""
 PARSE_S_MAX = 0.5
-"""Limit for what their syntax shows. It is kept: a later look has it at once."""
+"""Limit for parsing the programs (s). The result is kept: if it comes too late, the next look has it at once."""
 SOURCE_CHARS_MAX = 80
 SOURCE_BYTES_MAX = 4 * 1024 * 1024
 PARSED_BYTES_MAX = 512 * 1024
-"""A longer program is not parsed."""
+"""Length of a program up to which it is parsed (bytes)."""
 PROGRAMS_MAX = 8
-"""Programs whose syntax trees are kept."""
+"""Number of programs whose syntax trees are kept."""
 PLACES_MAX = 256
-"""Places in them of which is kept what is polled there."""
+"""Number of lines of programs for which the result of the analysis is kept."""
 CALLERS_MAX = 2
-"""Frames in which a loop is sought: a small function that sleeps, and its caller."""
+"""Number of frames in which a loop is sought: a small function that sleeps, and its caller."""
 STILL_S = 0.01
-"""A dump that has not grown for this long, by a worker that handles no signal, is complete."""
+"""Time without growth after which a dump is complete, if its worker handles no signal (s)."""
 
 MEASURED_MAX = 256
-"""Processes below one worker whose input and output are counted."""
+"""Number of processes below one worker whose input and output are counted."""
 NOTES_MAX = 4
-"""Processes of one worker that are listed."""
+"""Number of processes of one worker that are listed."""
 
 PROCESS_FILES = ("/subprocess", "/multiprocessing/connection", "/multiprocessing/pool", "/concurrent/futures/process")
-"""Files of Python, the beginnings of their names: functions that wait for a child."""
+"""Ends of the paths, without `.py`, of those files of Python whose functions wait for a child."""
 
 _STOPPED = ("T", "t")
+"""States of a process that a signal or a tracer has stopped."""
 _DEAD = ("Z", "X", "x")
+"""States of a process that has ended."""
 
 
 class Tally(Struct, frozen=True):
@@ -255,9 +264,11 @@ class Tally(Struct, frozen=True):
 
     total: float = 0
     of_each: dict[int, float] = {}
-    """The count of each when it was last seen: one that is missed in one look is not counted twice."""
+    """The count of each when it was last seen. It is kept for one that a look misses, so that the next look does not
+    count it twice."""
 
     def and_now(self, of_each: dict[int, float]) -> Tally:
+        """The tally after another look, which found these counts."""
         grown = sum(max(0, done - self.of_each.get(one, 0)) for one, done in of_each.items())
         return Tally(self.total + grown, self.of_each | of_each)
 
@@ -278,10 +289,10 @@ class _RankLook(Struct):
     talked: Tally = Tally()
     """Bytes of its connections, by socket."""
     wanted: Tally = Tally()
-    """Seconds of the processes below it, by process."""
+    """Processor time that the processes below it used or waited for (s), by process."""
     moved_bytes: int = 0
     dumped_by_main_bytes: int = 0
-    """Of dumped_bytes, those that its main thread wrote."""
+    """The part of dumped_bytes that its main thread wrote."""
     main_moved_bytes: int = 0
     main_wrote_bytes: int = 0
     waits_for: KernelWait = KernelWait.UNKNOWN
@@ -298,19 +309,24 @@ class _RankLook(Struct):
     stolen_s: float = 0.0
     at_s: float = 0.0
     switches: int = 0
-    """Switches of its main thread, when the look began."""
+    """Number of switches of its main thread, when the look began."""
     asked: bool = False
+    """It got the signal to write its stacks."""
     signum: int = LOOK_SIGNAL
     task: int = 0
     """The thread that got the signal."""
     size: int = 0
+    """Length of its dump so far (bytes)."""
     still_since_s: float = 0.0
+    """The time at which the dump last grew, or at which the worker last handled the signal (monotonic s)."""
     text: str = ""
+    """The dump: the stacks of all its threads."""
     note: str = ""
+    """Problems of its processes, in words."""
 
 
 class BoardOfWorkers(Protocol):
-    """Where the workers of one board write their stacks."""
+    """The files into which the workers of one board write their stacks."""
 
     def stacks(self, local_rank: int) -> int:
         """Our descriptor of this worker's file."""
@@ -328,11 +344,12 @@ class StackSampler:
         self._files = StackFiles(generation, rank_of)
         self._one_at_a_time = asyncio.Lock()
         self._dumped: dict[int, tuple[int, int]] = {}
-        """By process: bytes that it wrote because we asked for its stacks, and how many of these by its main thread."""
+        """Bytes that a worker wrote because we asked for its stacks, and those of its main thread, by process. They are
+        no work of its own."""
         self._tallies: dict[int, tuple[Tally, Tally, Tally, Tally]] = {}
-        """By process: its counters."""
+        """Counters of a worker from look to look, by process: talked, wanted, awaited, awaited_by_threads."""
         self._handled: dict[tuple[int, tuple[Frame, ...]], str] = {}
-        """By process and place: the exception that it handled there."""
+        """The exception that a worker handled at a place, by process and place."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps longer than the look waits."""
 
@@ -347,14 +364,18 @@ class StackSampler:
         """
         async with self._one_at_a_time:
             await self._files.pause()
+
+            # The stacks, and what the kernel counts.
             looks = [self._begun(rank, pid) for rank, pid in sorted(pids.items())]
             samples = await run_detached(lambda: _collect(looks))
             self._dumped = {look.pid: _dumped(look) for look in looks}
             self._tallies = {
                 look.pid: (look.talked, look.wanted, look.awaited, look.awaited_by_threads) for look in looks
             }
-            if self._at_disk:
+            if self._at_disk:  # the thread of an earlier look still waits for the disk, and this one would too
                 return samples
+
+            # What the source shows. Each step may come too late: the samples are then without it.
             programs: dict[int, bytes] = {}
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READ_S_MAX):
@@ -364,6 +385,7 @@ class StackSampler:
                     samples = await run_detached(lambda: _with_explanations(samples, programs))
             if any(_may_handle(sample, programs) for sample in samples):
                 samples = await run_detached(lambda: tuple(self._with_handled(each, programs) for each in samples))
+
             if folder is None or not samples or self._at_disk:
                 return samples
             texts = {look.local_rank: look.text for look in looks}
@@ -432,12 +454,12 @@ class StackSampler:
             self._at_disk = False
 
     async def close(self) -> None:
-        """End everything that still writes evidence."""
+        """End py-spy, which may still write evidence."""
         await self._files.pause()
 
 
 def _dumped(look: _RankLook) -> tuple[int, int]:
-    """Bytes that it has written for all looks up to this one: all of them, and those of its main thread."""
+    """Bytes that this worker has written for all looks up to this one, and those of its main thread among them."""
     by_main_bytes = look.size if look.task == look.pid else 0
     return look.dumped_bytes + look.size, look.dumped_by_main_bytes + by_main_bytes
 
@@ -445,6 +467,7 @@ def _dumped(look: _RankLook) -> tuple[int, int]:
 def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
     """Read the stacks that workers write. Blocks; closes the looks' files."""
     try:
+        # The pause between measuring and asking shows which main threads sleep.
         below = processes.families({look.pid: look.variable for look in looks})
         disk_bytes, moved_bytes = processes.disk_bytes(), processes.tcp_moved_bytes()
         for look in looks:
@@ -453,8 +476,9 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
         time.sleep(QUIET_S)
         for look in looks:
             _ask(look)
+
         deadline = time.monotonic() + ANSWER_S_MAX
-        # Poll: no event reports that a worker's signal handler has returned.
+        # Poll, because no event reports that a worker's signal handler has returned.
         while not all(_answered(look) for look in looks if look.asked) and time.monotonic() < deadline:
             time.sleep(STILL_S / 2)
         for look in looks:
@@ -471,17 +495,23 @@ def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Map
     look.at_s, look.stolen_s = time.monotonic(), processes.stolen_s()
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")
+
+    # What it has read and written, without the stacks that it wrote for us.
     look.moved_bytes = max(0, processes.moved_bytes(look.pid) - look.dumped_bytes)
     task = f"{look.pid}/task/{look.pid}"
     look.main_moved_bytes = max(0, processes.moved_bytes(task) - look.dumped_by_main_bytes)
     look.main_wrote_bytes = max(0, processes.wrote_bytes(task) - look.dumped_by_main_bytes)
+
+    # What its threads wait for.
     look.waits_for, awaited = wait_of(look.pid, look.pid, moved_bytes)
     look.awaited = look.awaited.and_now({awaited: moved_bytes[awaited]} if awaited else {})
     others = waits_of_others(look.pid, moved_bytes)
-    heard = {wait.inode: float(moved_bytes[wait.inode]) for wait in others if wait.inode}
-    look.awaited_by_threads = look.awaited_by_threads.and_now(heard)
+    awaited_by_others = {wait.inode: float(moved_bytes[wait.inode]) for wait in others if wait.inode}
+    look.awaited_by_threads = look.awaited_by_threads.and_now(awaited_by_others)
     waits = (look.waits_for, *(wait.waits_for for wait in others))
     look.child_awaited = KernelWait.CHILD in waits
+
+    # Processor time, and what the processes below it do.
     look.main_cpu_s = main.cpu_s if main is not None else 0.0
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
     look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
@@ -493,6 +523,8 @@ def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Map
     own = [child for child in below if child.parent == look.pid]
     look.note = "; ".join(_notes(own))
     look.broken_child = any(child.state in _STOPPED + _DEAD for child in own)
+
+    # Last: the pause in which the thread may be seen to sleep begins here.
     look.switches = processes.switches(look.pid)
 
 
@@ -501,6 +533,8 @@ def _ask(look: _RankLook) -> None:
     if look.stat is None or look.stat.state in _STOPPED + _DEAD:
         return  # it would answer when it continues, once for each signal
     signals = processes.signals(look.pid)
+
+    # A main thread that sleeps is left alone if another thread can write for it: its system call might end early.
     look.signum, look.task = LOOK_MAIN_SIGNAL, look.pid
     if _sleeps(look):
         look.signum, look.task = LOOK_SIGNAL, processes.idle_thread(look.pid, LOOK_SIGNAL)
@@ -605,7 +639,7 @@ def _with_explanation(sample: RankSample, program: bytes) -> RankSample:
 
 
 _PATIENT = (KernelWait.THREAD, KernelWait.SLEEP, KernelWait.CHILD)
-"""Waits that Python takes up again after a signal's handler has run."""
+"""Kinds of waits that Python resumes after a signal's handler has run."""
 
 
 def _may_handle(sample: RankSample, programs: Mapping[int, bytes]) -> bool:
@@ -622,11 +656,12 @@ def _may_handle(sample: RankSample, programs: Mapping[int, bytes]) -> bool:
 
 @functools.lru_cache(maxsize=PLACES_MAX)
 def _handles(program: bytes, lines: tuple[int, ...]) -> bool:
+    """`may_handle`, kept for each place of a program."""
     return may_handle(_parsed(program), lines)
 
 
 def _handled(pid: int, fd: int) -> str:
-    """What the worker writes about the exception that it handles. Blocks."""
+    """Ask the worker for the exception that it handles. Returns what it writes; empty: it cannot be asked. Blocks."""
     signals = processes.signals(pid)
     if not signals.catches(HANDLED_SIGNAL) or signals.blocks(HANDLED_SIGNAL) or not processes.has_open(pid, fd):
         return ""
@@ -640,7 +675,8 @@ def _handled(pid: int, fd: int) -> str:
 
 
 def _handled_words(text: str) -> str:
-    """`ValueError: shard 17 is corrupt, raised at data.py:30`."""
+    """The exception that a worker has written, as `ValueError: shard 17 is corrupt, raised at data.py:30`; empty: it
+    handles none."""
     lines = text.splitlines()
     if len(lines) < 2 or not lines[0].startswith(HANDLED):
         return ""
@@ -657,6 +693,7 @@ def _parsed(program: bytes) -> ast.AST:
 
 @functools.lru_cache(maxsize=PLACES_MAX)
 def _polled(program: bytes, lines: tuple[int, ...]) -> tuple[Polling, str]:
+    """`polled_at`, kept for each place of a program."""
     return polled_at(_parsed(program), lines)
 
 

@@ -51,21 +51,26 @@ from holdfast.supervisor.fence import Fence
 
 NAME = b"hf-supervisor"
 PROC = "/proc/self/fd"
+"""Folder that must be there: holdfast finds processes and their descriptors through /proc."""
 NO_PROCESS_ADVICE = " (`ulimit -u`, or the container's limit of processes)"
 FENCE_KILL_LIMIT_S = 10.0
-"""At the fence: how long to wait for processes stuck in the kernel."""
+"""Longest wait for processes stuck in the kernel when the fence has passed (s)."""
 END_LIMIT_S = 10.0
-"""After the agent is gone: how long the supervisor waits for processes stuck in the kernel before it gives up."""
+"""Longest wait for processes stuck in the kernel after the agent is gone (s). Then the supervisor gives them up."""
 LOG_CHUNK_BYTES = 1 << 20
+"""Number of bytes of a log that one system call moves at most."""
 
 _TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _BROADCAST = (signal.SIGUSR1, signal.SIGUSR2)
 """Schedulers send these to every process of a job; they are meant for the agent and its workers."""
 _NOT_OURS = (*_TERMINAL, *_BROADCAST)
+"""Signals that the supervisor ignores: it ends when the agent does, and not by Ctrl-C or a scheduler."""
 _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that every Python ignores from its start. The workers get their default action."""
 _HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
 """Signals whose default action does nothing."""
 _EXEC_FAILED = 127
+"""Exit code of a child that could not execute its program, as in a shell."""
 
 
 class SupervisorHandle(NamedTuple):
@@ -79,9 +84,13 @@ class SupervisorHandle(NamedTuple):
     """The soft limit of open files that the agent was started with: workers have the same."""
 
 
-class Kept(NamedTuple):
+class RecordedChild(NamedTuple):
+    """A child that was started by order of the agent. An orphan that we adopted is none."""
+
     key: str
+    """The agent's name for it."""
     service: bool
+    """It survives `kill_tree` and the fence, and so does everything below it."""
 
 
 def fork_supervisor() -> SupervisorHandle:
@@ -96,7 +105,8 @@ def fork_supervisor() -> SupervisorHandle:
     limit = soft_limit()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent = os.getpid()
-    # Ctrl-C must not reach the child before it ignores it.
+
+    # A Ctrl-C between fork and SIG_IGN would end the child: it stays blocked until the child ignores it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
     try:
         pid = os.fork()
@@ -129,6 +139,7 @@ def exec_supervisor(ignored: Sequence[int], limit: int | None = None) -> Supervi
     with theirs:
         try:
             command = [sys.executable, "-P", "-c", program, *arguments]
+            # Its own session, at once: a Ctrl-C before its main() would end it.
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         except OSError:
             ours.close()
@@ -161,25 +172,35 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
     status = os.EX_OK
     try:
         gc.freeze()  # the agent's objects stay unchanged: collecting them would copy pages
+
+        # Away from the agent's terminal, and deaf to what is meant for the agent and the workers.
         with contextlib.suppress(PermissionError):
             os.setsid()  # an exec'd supervisor leads its session already
         for signum in _NOT_OURS:
             signal.signal(signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
         processes.prctl(processes.PR_SET_NAME, NAME)
         # With the agent's command line it would be killed together with it by `pkill -9 -f holdfast`, and nobody would
         # end what the workers have started.
         processes.set_command_line(NAME)
-        # Suspended when the agent ends, it would leave its workers running. To one that runs, the signal does nothing.
+
+        # If it is suspended when the agent ends, it would leave its workers running: so the kernel sends SIGCONT then.
+        # The signal does nothing to a supervisor that runs, which still has to end the workers.
         processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGCONT)
         processes.become_subreaper()
+
+        # A copy of the agent's descriptors would keep its files open, and its sockets connected, after its end.
         _close_all_but(sock.fileno())
         raise_limit()
         forget_secrets()
+
         supervisor = Supervisor(sock, agent, ignored, limit)
         try:
             supervisor.run()
         finally:
+            # The processes first: they must not outlive the agent, and after them nothing writes into the logs. The
+            # disk last: it may never answer.
             processes.kill_descendants(os.getpid(), limit_s=END_LIMIT_S)
             supervisor.read_last()
             supervisor.remove_folders()
@@ -193,9 +214,10 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
         os._exit(status)
 
 
-def _close_all_but(kept: int) -> None:
+def _close_all_but(needed: int) -> None:
+    """Close every descriptor of this process but the standard ones and this one."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != kept:
+        if int(name) > 2 and int(name) != needed:
             with contextlib.suppress(OSError):
                 os.close(int(name))
 
@@ -210,20 +232,26 @@ class Supervisor:
         """Soft limit of open files for every started process."""
         self._pid = os.getpid()
         self._out = seqpacket.Outbox()
-        self._kept: dict[int, Kept] = {}
+        self._recorded: dict[int, RecordedChild] = {}
+        """Living children that were started by order, by pid."""
         self._execs: dict[int, int] = {}
         """Pipe that reports whether exec worked -> pid."""
         self._kill_deadline: float | None = None
+        """The time at which a kill in progress gives up (monotonic s); None: no kill is in progress."""
         self._kill_asked = False
-        """The agent asked for the kill, not the fence."""
+        """The agent asked for the kill in progress, and gets its answer. False: the fence did."""
         self._rescan_at = 0.0
+        """The time of the next scan of a kill in progress (monotonic s), if not all victims are reaped before."""
         self._victims: set[int] = set()
+        """Processes that have got SIGKILL in the last scan and are not reaped yet."""
         self._fence = Fence(self._workers)
-        self._doomed: list[str] = []
+        self._folders: list[str] = []
         """Folders to remove when the supervisor ends."""
         self._logs: list[tuple[str, int]] = []
         """Log files, and the descriptors of their spools."""
         self._leaving = False
+        """The agent is gone, or has asked for the end."""
+
         self._poller = select.poll()
         sock.setblocking(False)
         self._poller.register(sock, select.POLLIN)
@@ -233,6 +261,7 @@ class Supervisor:
         self._fork_server = fork_server.ForkServerClient(self._poller, self._spawn, self._forked, self._out.add)
 
     def _wake_at_child_end(self) -> int:
+        """A descriptor that is readable when a child has ended."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -241,7 +270,8 @@ class Supervisor:
         return wake_read
 
     def _watch_agent(self, agent: int) -> int:
-        """Watch the agent's pid too, because a stray child of it may hold the other end of the supervisor channel."""
+        """Watch the agent's process. End-of-file on the supervisor channel is not enough: a child of the agent may have
+        inherited the other end. Returns its pidfd; -1: there is none."""
         try:
             agent_end = os.pidfd_open(agent)
         except ProcessLookupError:
@@ -249,16 +279,17 @@ class Supervisor:
             return -1
         except OSError:
             return -1  # a kernel without pidfd: end-of-file on the supervisor channel must suffice
-        self._leaving = os.getppid() != agent
+        self._leaving = os.getppid() != agent  # it ended before, and the pidfd may be that of another process
         self._poller.register(agent_end, select.POLLIN)
         return agent_end
 
     def run(self) -> None:
         """Serve until the agent is gone or asks for the end."""
         while not self._leaving:
-            for fd, mask in self._poller.poll(self._patience_ms()):
-                self._ready(fd, mask)
+            for fd, mask in self._poller.poll(self._poll_timeout_ms()):
+                self._serve(fd, mask)
             self._reap()
+            # After the commands, one of which may have moved the fence: on a busy machine we may read it late.
             if self._fence.look(time.monotonic()):
                 self._out.add({"is": "fenced"})
                 self._kill_tree(FENCE_KILL_LIMIT_S)
@@ -277,36 +308,40 @@ class Supervisor:
 
     def remove_folders(self) -> None:
         """Remove the folders that a killed agent could not remove."""
-        for folder in self._doomed:
+        for folder in self._folders:
             with contextlib.suppress(OSError):  # usually it is gone already
                 own_folders.remove_private(folder)
 
     def move_logs(self) -> None:
-        """Move what a killed agent has not moved. The disk may stand still: no process lives any more that waits for
-        it."""
+        """Move what a killed agent has not moved. The disk may take nothing for ever: that delays no one, because no
+        process of the job lives any more."""
         for path, memory_fd in self._logs:
             with contextlib.suppress(OSError):
                 file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 os.lseek(file, 0, os.SEEK_END)
-                # From the offset that the agent shares with us: what it has not moved.
+                # The read offset is that of the open file, which the agent shares with us: what it has moved is behind.
                 while os.sendfile(file, memory_fd, None, LOG_CHUNK_BYTES):
                     pass
 
-    def _patience_ms(self) -> int | None:
+    def _poll_timeout_ms(self) -> int | None:
+        """The time after which something is due without any event; None: nothing is."""
         if self._kill_deadline is not None:
             return int(processes.RESCAN_S * 1000)
-        patience_s = min(self._fence.due_s - time.monotonic(), self._fork_server.patience_s())
-        return None if patience_s == inf else max(0, int(patience_s * 1000) + 1)
+        timeout_s = min(self._fence.due_s - time.monotonic(), self._fork_server.due_in_s())
+        return None if timeout_s == inf else max(0, int(timeout_s * 1000) + 1)
 
     def _workers(self) -> list[int]:
         """All living processes but services: workers, and what they have started."""
-        return processes.descendants(self._pid, {pid for pid, kept in self._kept.items() if kept.service})
+        return processes.descendants(self._pid, {pid for pid, each in self._recorded.items() if each.service})
 
     def _kill_tree(self, limit_s: float) -> None:
+        """Begin to kill everything but services; `_kill_pass` goes on with it."""
+        # A worker that is being forked may still be below the fork server, which is a service: no scan would find it.
         self._fork_server.cancel(None, signal.SIGKILL)
         self._kill_deadline = time.monotonic() + limit_s
 
-    def _ready(self, fd: int, mask: int) -> None:
+    def _serve(self, fd: int, mask: int) -> None:
+        """Handle a descriptor that is ready."""
         if fd == self._wake:
             with contextlib.suppress(BlockingIOError):
                 os.read(fd, 4096)
@@ -324,6 +359,7 @@ class Supervisor:
                 self._obey(*received)
 
     def _obey(self, command: dict[str, Any], fds: list[int]) -> None:
+        """Execute a command of the agent. `fds`: the descriptors that came with it, which are ours now."""
         match command["do"]:
             case "start_fork_server":
                 self._fork_server.begin(command)
@@ -337,7 +373,8 @@ class Supervisor:
                         os.close(fd)
             case "signal":
                 self._signal(command["key"], command["signum"])
-            case "kill_session" if command["pid"] not in self._kept:  # else the number belongs to another process
+            # A recorded process with this number is another one: that of the command has ended.
+            case "kill_session" if command["pid"] not in self._recorded:
                 processes.kill_session(self._pid, command["pid"])
             case "kill_tree":
                 self._kill_asked = True
@@ -348,10 +385,11 @@ class Supervisor:
                 self._ignored = (*self._ignored, command["signum"])
                 signal.signal(command["signum"], signal.SIG_IGN)
             case "confirm":
-                # Sent after this pass of the loop, in which the fence is due and a tree that is to be killed is killed.
+                # It is sent at the end of this pass of the loop. By then the fence, if due, and a kill have had their
+                # first scan.
                 self._out.add({"is": "confirmed", "number": command["number"]})
             case "remove":
-                self._doomed.append(command["path"])
+                self._folders.append(command["path"])
             case "logs":
                 self._keep_logs(command, fds)
             case "exit":
@@ -368,15 +406,18 @@ class Supervisor:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def _spawn(self, command: dict[str, Any], fds: list[int]) -> int:
-        """Returns the pid; 0: no process could be started, which was reported."""
+        """Fork a child that executes this command. Returns its pid; 0: no process could be started, which was
+        reported."""
         key = command["key"]
+        # The child's end closes itself at exec: end-of-file without a text means that exec worked.
         try:
             read_end, write_end = os.pipe()
         except OSError as error:  # no descriptors left
             self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"pipe: {error.strerror}"})
             return 0
-        # The child ignores these signals as we do until it restores them: while blocked, an early one waits and is not
-        # lost.
+
+        # The child ignores these signals as we do until it restores them. Until then they are blocked, so that an early
+        # one waits and is not lost.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
         try:
             pid = os.fork()
@@ -389,26 +430,31 @@ class Supervisor:
             return 0
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
         os.close(write_end)
-        self._kept[pid] = Kept(key, bool(command["service"]))
+        self._recorded[pid] = RecordedChild(key, bool(command["service"]))
         self._execs[read_end] = pid
         self._poller.register(read_end, select.POLLIN)
         return pid
 
     def _forked(self, command: dict[str, Any], pid: int) -> None:
         """A process was forked by the fork server and became our child; a worker waits for permission to run."""
-        self._kept[pid] = Kept(command["key"], bool(command["service"]))
+        self._recorded[pid] = RecordedChild(command["key"], bool(command["service"]))
         if command["key"] not in (fork_server.STANDBY, fork_server.KEY):  # these are internal: no event
             self._out.add({"is": "started", "key": command["key"], "pid": pid})
 
     def _become(self, command: dict[str, Any], fds: list[int], report: int) -> NoReturn:
-        """In the child: execute the program, or report why not. Every other descriptor closes itself at exec."""
+        """Execute the program in the child that was forked for it, or report why that fails. Every descriptor that is
+        not placed closes itself at exec."""
         try:
-            signal.set_wakeup_fd(-1)
-            os.setsid()
+            signal.set_wakeup_fd(-1)  # the pipe is the supervisor's: a signal here must not wake it
+            os.setsid()  # what it leaves behind is found by its session (kill_session)
+
+            # If the supervisor is killed, the kernel kills the workers.
             processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self._pid:
-                os._exit(_EXEC_FAILED)  # the supervisor died in between, so nothing would kill this process
+                os._exit(_EXEC_FAILED)  # the supervisor died before the call above, so nothing would kill this process
+
             self._restore_signals()
             restore_limit(self._limit)
             if command["cpus"]:
@@ -429,6 +475,8 @@ class Supervisor:
             os._exit(_EXEC_FAILED)
 
     def _restore_signals(self) -> None:
+        """Give the child the signals with which the agent was started. They are unblocked last: an early one must find
+        its action restored."""
         for signum in (*_NOT_OURS, *_PYTHONS_OWN, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
         for number in self._ignored:
@@ -442,11 +490,11 @@ class Supervisor:
         reason = os.read(fd, 4096)
         os.close(fd)
         if not reason:
-            if self._kept[pid].key != fork_server.KEY:  # the fork server is internal: no event
-                self._out.add({"is": "started", "key": self._kept[pid].key, "pid": pid})
+            if self._recorded[pid].key != fork_server.KEY:  # the fork server is internal: no event
+                self._out.add({"is": "started", "key": self._recorded[pid].key, "pid": pid})
             return
         number, _, text = reason.decode(errors="replace").partition(" ")
-        key = self._kept.pop(pid).key
+        key = self._recorded.pop(pid).key
         if key == fork_server.KEY:
             self._fork_server.ended(pid, _EXEC_FAILED)
             return
@@ -455,10 +503,12 @@ class Supervisor:
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def _signal(self, key: str, signum: int) -> None:
+        """Signal the process with this key. One that is still being forked ends as the signal would end it."""
         if signum not in self._ignored and signum not in _HARMLESS:
             self._fork_server.cancel(key, signum)
-        for pid, kept in self._kept.items():
-            if kept.key == key:
+        # A recorded process is not reaped yet, so its number is still its own: no pidfd is needed.
+        for pid, each in self._recorded.items():
+            if each.key == key:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signum)
 
@@ -471,19 +521,20 @@ class Supervisor:
     def _ended(self, pid: int, status: int) -> None:
         for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
             self._read_exec_result(fd)  # "started" or "spawn_failed" comes before "ended"
-        if pid not in self._kept or self._kept[pid].key == fork_server.STANDBY:
-            self._fork_server.read_answers()  # a requested worker may already run, with its answer unread
-        kept = self._kept.pop(pid, None)
-        if kept is not None:
-            code = os.waitstatus_to_exitcode(status)
-            if kept.key == fork_server.KEY:
-                self._fork_server.ended(pid, code)
-                return
-            if kept.key != fork_server.STANDBY:
-                self._out.add({"is": "ended", "key": kept.key, "pid": pid, "exit_code": code})
+        if pid not in self._recorded or self._recorded[pid].key == fork_server.STANDBY:
+            self._fork_server.read_answers()  # it may be a worker whose answer, with its pid, we have not read yet
+        process = self._recorded.pop(pid, None)
+        if process is None:  # an orphan that we adopted
+            return
+        code = os.waitstatus_to_exitcode(status)
+        if process.key == fork_server.KEY:
+            self._fork_server.ended(pid, code)
+        elif process.key != fork_server.STANDBY:
+            self._out.add({"is": "ended", "key": process.key, "pid": pid, "exit_code": code})
 
     def _kill_pass(self, deadline: float) -> None:
-        """Find and kill, again after the victims are reaped: children forked in between are found then."""
+        """Find and kill, and do so again when the victims are reaped: only then are the children found that they have
+        forked in between. It never waits, so that the agent and the fence are served meanwhile."""
         now = time.monotonic()
         if self._victims and now < self._rescan_at:
             return
@@ -493,6 +544,7 @@ class Supervisor:
             self._victims = set(living)
             self._rescan_at = now + processes.RESCAN_S
             return
+
         self._kill_deadline = None
         self._victims.clear()
         self._reap()  # so that every "ended" comes before "tree_gone"
@@ -511,10 +563,10 @@ class Supervisor:
 
 
 def _place_descriptors(wanted: dict[int, int], report: int) -> int:
-    """Move each source descriptor to its number. Returns where `report` is now (still closed by exec)."""
+    """Move each source descriptor to its number. Returns where `report` is now, which exec still closes."""
+    # Above all wanted numbers first: a source may have the number that another one is to get.
     above = max(wanted, default=2) + 1
     report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, above)
-    # First move them out of each other's way, then to their numbers.
     high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}
     for number, fd in high.items():
         os.dup2(fd, number, inheritable=True)

@@ -92,7 +92,7 @@ FOLDER = str(Path(__file__).resolve().parents[1] / "worker")
 
 
 def begin(supervisor: SupervisorHandle, options: RunOptions) -> None:
-    """Send the supervisor the settings of all workers, and the order for the fork server if there is one.
+    """Send the supervisor what holds for all workers, and the order for the fork server if there is one.
 
     No other thread uses its socket yet. Blocks until both are sent.
     """

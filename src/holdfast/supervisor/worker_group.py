@@ -29,7 +29,7 @@ from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
 from holdfast.run_folder import RunFolder, WorkerSlot
-from holdfast.supervisor import client as kept
+from holdfast.supervisor import client as supervisor_client
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import (
     CONFIRM_S_MAX,
@@ -48,10 +48,10 @@ from holdfast.supervisor.supervisor import SupervisorHandle
 from holdfast.supervisor.worker_command import binding_for, order_for, script_argv
 
 LIVING = (Work.RUNNING, Work.DRAINING, Work.REGROUPING)
-"""Work in which workers may be started."""
+"""States of work in which workers may be started."""
 GUARD_S = 0.25
-"""The supervisor kills this long after the agent's own fence: an agent that runs kills the workers itself, and reports
-why."""
+"""Time from the agent's own fence until the supervisor kills (s): an agent that runs kills the workers itself, and
+reports why."""
 
 
 class WorkerGroup:
@@ -72,8 +72,8 @@ class WorkerGroup:
         on_store: Callable[[int], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        """`work`: the machine's state of work. `on_store` gets the port of each generation's store that is hosted here,
-        `on_notice` messages for the user."""
+        """`work` returns the machine's state of work. `on_store` gets the port of each generation's store that is
+        hosted here, `on_notice` messages for the user."""
         self._options = options
         self._folder = folder
         self._router = router
@@ -91,9 +91,8 @@ class WorkerGroup:
         self._supervisor_ready = asyncio.Event()
         self._supervisor_ready.set()
         self._revivals = Revivals()
-        """When dead supervisors were replaced."""
         self._fence_s: tuple[float | None, float | None] = (None, None)
-        """What was last sent to the supervisor: when it kills the workers, and when it suspends them."""
+        """The fence that was last sent to the supervisor: the times at which it kills and suspends the workers."""
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._phases = Phases(journal.write)
         self._progress_notes = ProgressNotes(journal.write)
@@ -105,16 +104,17 @@ class WorkerGroup:
         self._dashboard = DashboardHost(self._supervisor, place, run_id, path, journal, on_notice) if place else None
         self._cpus: dict[int, list[int]] = {}
         """CPUs by local rank, with --numa-binding."""
-        self._logs_in_hand = asyncio.Lock()
+        self._logs_lock = asyncio.Lock()
+        """Held while a thread opens log files: the router is for one thread at a time."""
         self._prepared: dict[int, WorkerStreams] = {}
         """Streams of the prepared generation, by local rank."""
         self._running: RunningGeneration | None = None
         """The newest generation that was started; its workers may have ended."""
         self._hold_timer: asyncio.TimerHandle | None = None
         self._release_timer: asyncio.TimerHandle | None = None
-        """When workers that are not at the gate are killed."""
+        """The next look at workers that are not at the gate."""
         self._regrouping: Assign | None = None
-        """The generation for which workers come to the gate."""
+        """The generation for which workers come to the gate; None: there is none."""
 
     # ---------------------------------------------------------------- commands of the machine
 
@@ -152,7 +152,7 @@ class WorkerGroup:
         running.regroup(self._supervisor, assign, safe_point)
         if not safe_point:
             self._look_at_missing(running, FIRST_LOOK * running.release_s)
-        self._at_gate()  # of a node without workers nobody comes
+        self._at_gate()  # if no worker of this node is expected, all are there already
 
     def _look_at_missing(self, running: RunningGeneration, in_s: float) -> None:
         def look() -> None:
@@ -163,7 +163,7 @@ class WorkerGroup:
         self._release_timer = self._loop.call_later(in_s, look)
 
     def _cancel_release(self) -> None:
-        """Nobody waits for the gate any more."""
+        """Stop waiting for workers at the gate."""
         self._regrouping = None
         if self._release_timer is not None:
             self._release_timer.cancel()
@@ -177,7 +177,7 @@ class WorkerGroup:
         running.go_on(start)
         self._phases.start(start.generation, running.assign.restart_count, 0, None)
         self._router.moved({rank: running.rank_of(rank) for rank in running.pids()})
-        self._note_begin(running, start)
+        self._write_begin(running, start)
         self._observer.regrouped(start, self._look_at_workers)
 
     def replace(self, generation: int, local_ranks: Sequence[int]) -> None:
@@ -207,7 +207,7 @@ class WorkerGroup:
         self._emit(WorkersHeld(generation, reached, saves))
 
     def release(self, generation: int, safe_point: int, *, save: bool = False) -> None:
-        """Let them continue to this safe point, where they stop, or save and go on; 0: continue without that."""
+        """Let the workers continue to this safe point, where they stop, or save and go on; 0: they only continue."""
         running = self.workers(generation)
         if running is not None:
             running.board.release(safe_point, save=save)
@@ -238,8 +238,8 @@ class WorkerGroup:
         return WorkersProgress(generation, running.progress(), *running.board.job_position())
 
     def fence(self, at_s: float | None, suspend_at_s: float | None) -> None:
-        """Have the supervisor kill the workers at this time, in case this process is stopped or starved, and suspend
-        them at that one; None: not at all."""
+        """Let the supervisor kill the workers at `at_s`, in case this process is stopped or starved, and suspend them
+        at `suspend_at_s` (s of the loop's clock); None: never."""
         fence_s = None if at_s is None else at_s + GUARD_S, suspend_at_s
         if fence_s != self._fence_s:
             self._fence_s = fence_s
@@ -249,6 +249,7 @@ class WorkerGroup:
         self._cancel_release()
         self._phases.stop()
         if self._supervisor_ready.is_set():
+            # The kill has to be confirmed soon after the fence at the latest: then others go on without these workers.
             at_s, _ = self._fence_s
             left_s = CONFIRM_S_MAX if at_s is None else max(0.0, at_s - self._loop.time()) + self._at_once_s
             self._supervisor.kill_tree(confirm_s=min(left_s, CONFIRM_S_MAX))
@@ -284,7 +285,7 @@ class WorkerGroup:
     async def _prepare(self, assign: Assign) -> None:
         generation = assign.generation
         try:
-            async with self._logs_in_hand:
+            async with self._logs_lock:
                 self._prepared = await asyncio.to_thread(self._open_logs, assign)
             self._oom = self._oom or OomWatch()
             if self._options.numa_binding and not self._cpus:
@@ -299,9 +300,9 @@ class WorkerGroup:
             self._emit(NodePrepared(generation, port, self._saver.states()))
 
     def _open_logs(self, assign: Assign) -> dict[int, WorkerStreams]:
-        """Open the log files, in a thread and before the workers start: a stalled disk must not silence this node.
+        """Open the log files. Call it in a thread: a stalled disk must not keep this node from answering.
 
-        Where that is not possible, the generation continues without files rather than end the job.
+        If that is not possible, the generation goes on without files: the job is worth more than its logs.
         """
         slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in taking_part(assign, self._options.nproc)]
         try:
@@ -356,7 +357,7 @@ class WorkerGroup:
                 self._emit(NodePrepared(assign.generation, port))
 
     async def _replace(self, running: RunningGeneration, local_ranks: Sequence[int]) -> None:
-        async with self._logs_in_hand:
+        async with self._logs_lock:
             streams = await asyncio.to_thread(self._open_more_logs, running, local_ranks)
         await self._supervisor_ready.wait()
         if running is self._running and self._work() in LIVING:
@@ -398,11 +399,11 @@ class WorkerGroup:
             variables=self._saver.environment,
         )
         self._phases.start(generation, assign.restart_count, self._options.nproc, running.board)
-        self._note_begin(running, start)
+        self._write_begin(running, start)
         self._observer.start(start, running.board, running.rank_of, self._look_at_workers)
         return running
 
-    def _note_begin(self, running: RunningGeneration, start: Start) -> None:
+    def _write_begin(self, running: RunningGeneration, start: Start) -> None:
         assign = running.assign
         self._journal.write(
             "generation",
@@ -420,37 +421,37 @@ class WorkerGroup:
 
     # ---------------------------------------------------------------- events of the supervisor
 
-    def _on_supervisor(self, event: kept.SupervisorEvent) -> None:
+    def _on_supervisor(self, event: supervisor_client.SupervisorEvent) -> None:
         self._saver.handle(event)
         if self._dashboard is not None:
             self._dashboard.handle(event)
         if self._store is not None:
             self._store.handle(event)
         match event:
-            case kept.ProcessStarted() if self._running is not None:
+            case supervisor_client.ProcessStarted() if self._running is not None:
                 self._running.started(event)
-            case kept.SpawnFailed() if self._running is not None:
+            case supervisor_client.SpawnFailed() if self._running is not None:
                 self._running.not_started(event)
-            case kept.ProcessEnded() if self._running is not None:
+            case supervisor_client.ProcessEnded() if self._running is not None:
                 self._running.ended(event)
-            case kept.Fenced():
+            case supervisor_client.Fenced():
                 self._emit(WorkersFenced())
-            case kept.TreeKilled(leftover):
+            case supervisor_client.TreeKilled(leftover):
                 self._tree_gone(leftover)
-            case kept.PreloadTold(text, trouble):
+            case supervisor_client.PreloadReported(text, trouble):
                 self._journal.write("preload", text=text, trouble=trouble)
                 self._phases.imported()
                 if trouble:
                     self._on_notice(f"preload: {text}")
-            case kept.StandbyTold(pids, own_bytes):
+            case supervisor_client.StandbysReported(pids, own_bytes):
                 self._journal.write("standby", pids=list(pids), own_bytes=own_bytes)
-            case kept.SupervisorKilled(silent_s):
+            case supervisor_client.SupervisorKilled(silent_s):
                 self._journal.write("supervisor_killed", seconds=round(silent_s, 3))
                 self._on_notice(
                     f"the parent of this node's workers (hf-supervisor) executed no order for {silent_s:.1f} s: it was "
                     "killed, and the workers with it"
                 )
-            case kept.SupervisorDied():
+            case supervisor_client.SupervisorDied():
                 self._tasks.create_task(self._revive())
 
     def _tree_gone(self, leftover: tuple[int, ...]) -> None:
@@ -461,15 +462,15 @@ class WorkerGroup:
         self._observer.stop()
         self._router.end_attempt()
         if self._running is not None:
-            self._tasks.create_task(self._tell_gone(self._running))
+            self._tasks.create_task(self._emit_tree_gone(self._running))
 
-    async def _tell_gone(self, running: RunningGeneration) -> None:
-        """Emit TreeGone after the last WorkerEnded; those wait until the workers' files have been read."""
+    async def _emit_tree_gone(self, running: RunningGeneration) -> None:
+        """Emit TreeGone after the last WorkerEnded, which waits until the workers' files have been read."""
         await running.all_reported()
         self._emit(TreeGone(running.number))
 
     async def _revive(self) -> None:
-        """The supervisor was killed, and the workers with it (by their parent-death signal): start another one.
+        """Start another supervisor: the present one was killed, and the workers with it, by their parent-death signal.
 
         Raises SupervisorLostError when that does not help.
         """
@@ -477,17 +478,20 @@ class WorkerGroup:
         self._journal.write("supervisor_died")
         self._revivals.count(self._loop.time())
         running = self._running
+        # The workers are removed now, but their ends are reported last: the machine's answer needs a supervisor.
         report = running.lost() if running is not None else None
         if self._store is not None:
             self._store.close()
             self._store = None
-            if running is not None and report is None:  # else the ends of the workers report more
+            if running is not None and report is None:  # else the ends of the workers say more than that of the store
                 self._emit(StoreDied(running.number))
         try:
             handle = await asyncio.to_thread(revive_supervisor, self._supervisor.handle)
         except OSError as error:
             why = error.strerror or str(error)
             raise SupervisorLostError(f"the parent process of this node's workers cannot be started: {why}") from error
+
+        # The new one has none of the settings that were sent to the one that was killed.
         self._supervisor = SupervisorClient(handle, self._on_supervisor, at_once_s=self._at_once_s)
         self._saver.renew(self._supervisor)
         if self._dashboard is not None:
@@ -499,7 +503,8 @@ class WorkerGroup:
         if order is not None:
             self._supervisor.start_fork_server(order)
         self._supervisor_ready.set()
-        if self._work() is Work.KILLING:
+
+        if self._work() is Work.KILLING:  # ordered meanwhile: its answer is still owed
             self._supervisor.kill_tree()
         if report is not None:
             report()

@@ -223,7 +223,7 @@ class HandlerMember:
         if error is not None:
             self._fail(error)
         else:
-            self._troubles.met(context)
+            self._troubles.report(context)
 
     def _workers_gone(self, exit_code: int, text: str) -> None:
         """Report that torchrun has no living worker. `exit_code` 0: they succeeded."""

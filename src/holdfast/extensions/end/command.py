@@ -18,7 +18,7 @@ from holdfast.text import plural
 
 EXIT_NOT_STOPPED = 1
 SAY_S = 60.0
-"""Interval of the notices that the job has not ended: a save may take long."""
+"""Interval of the notices that the job has not ended (s): a save may take long."""
 
 ENDING = {
     "stop": "End a running job on all its nodes. Workers with safe points stop there and save.",

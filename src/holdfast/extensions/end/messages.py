@@ -1,4 +1,4 @@
-"""What `stop` and `kill` are asked about. The answer is `Sent`."""
+"""The subject of the questions `stop` and `kill`. The answer is `Sent`."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from msgspec import Struct
 
 
 class About(Struct, frozen=True, forbid_unknown_fields=True):
-    """Nothing: the whole job ends."""
+    """The subject of the question. It is empty, because the whole job ends."""

@@ -6,7 +6,7 @@ from holdfast.extensions.load.messages import SHOWN_MAX, NodeLoad
 from holdfast.protocol.extension import CoordinatorExtension, Figures, Happened, Job, MemberLost, Orders
 
 SHOWN_S_MAX = 300.0
-"""An older load is not shown: a driver or a disk does not answer."""
+"""Age from which a load is not shown (s): a driver or a disk does not answer."""
 
 
 class AtCoordinator(CoordinatorExtension):

@@ -9,10 +9,13 @@ from msgspec import Meta, Struct
 from holdfast.protocol.policy import ITEMS_MAX, Count
 
 SHOWN_MAX = 128
-"""Nodes whose load is shown, by group rank; others do not send it. Views of large jobs are asked for once a second."""
+"""Number of nodes whose load is shown, by group rank; others do not send it. Views of large jobs are asked for once a
+second."""
 
 
 class GpuLoad(Struct, frozen=True):
+    """Load of one GPU."""
+
     percent: Count
     used_bytes: Count
     total_bytes: Count
@@ -31,7 +34,7 @@ class NodeLoad(Struct, frozen=True):
     disk_free_bytes: Count
     """Free bytes of the run folder's file system."""
     disk_total_bytes: Count
-    """0: there is no run folder, or it cannot be read."""
+    """Size of that file system; 0: there is no run folder, or it cannot be read."""
     received_bytes_s: Count
     """Bytes that came in by all interfaces but loopback."""
     sent_bytes_s: Count

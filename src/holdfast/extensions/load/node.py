@@ -1,6 +1,7 @@
-"""Load of this node: processors, memory, disk, network, GPUs, and how long the agent takes to come to an event.
+"""Reads the load of this node: processors, memory, disk, network, GPUs, and the time that the agent takes to come to an
+event.
 
-Read in a thread of its own, so that a driver or a disk that hangs costs the figures and never the agent. Decides
+It is read in a thread of its own: if a driver or a disk hangs, the figures are missing, and the agent goes on. Decides
 nothing.
 """
 
@@ -22,18 +23,19 @@ from holdfast.runtime.node_extension import Node, NodeExtension, Send
 from holdfast.supervisor.board import Repeat
 
 EVERY = 10
-"""Intervals of progress between two loads: it grows with the job, so that the coordinator's work stays bounded."""
+"""Number of intervals of progress between two loads. The interval grows with the job, so that the coordinator's work
+stays bounded."""
 FIRST = 3
-"""Intervals until the load is read for the first time: by then the workers' start needs less."""
+"""Number of intervals until the load is read for the first time: the start of the workers needs the processors."""
 FIRST_S = 0.5
-"""The first rates are means over this time."""
+"""Time over which the first rates are means (s)."""
 
 
 class OnNode(NodeExtension):
-    """Reads the load now and then, while workers run."""
+    """Reads the load regularly, while workers run."""
 
     def __init__(self, node: Node, send: Send, make: Callable[[], Machine] | None = None) -> None:
-        """`make`: called in the thread."""
+        """`make` makes the reader of the load; it is called in the thread."""
         super().__init__(node, send)
         self._loop = asyncio.get_running_loop()
         self._make = make or Machine
@@ -67,7 +69,7 @@ class OnNode(NodeExtension):
         try:
             self._machine = self._machine or self._make()
             load = self._machine.load(self.node.folder)
-        except Exception:  # noqa: BLE001 - what only looks ends no job; psutil reads what a container may forbid
+        except Exception:  # noqa: BLE001 - psutil may fail where a container forbids a read: it must not end a job
             load = None
         asked_s = time.monotonic()
         call_soon(self._loop, lambda: self._take(load, time.monotonic() - asked_s))
@@ -88,7 +90,7 @@ def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None
 
 
 class Machine:
-    """Blocks, and imports what it needs: make it in a thread."""
+    """Reads the load of this machine. It blocks, and imports its libraries: make it in a thread."""
 
     def __init__(self) -> None:
         import psutil  # the start of an agent has no time for it
@@ -108,7 +110,8 @@ class Machine:
         time.sleep(FIRST_S)
 
     def load(self, folder: Path | None) -> NodeLoad:
-        """The load now; rates are means since the call before. `folder`: whose disk is meant."""
+        """The load now; rates are means since the call before. `folder`: a folder on the disk that is meant; None: no
+        disk."""
         memory = self._psutil.virtual_memory()
         try:
             usage = self._psutil.disk_usage(str(folder)) if folder is not None else None
@@ -130,9 +133,9 @@ class Machine:
         )
 
     def _counters(self) -> tuple[float, float, float, int, int]:
-        """Time; busy and all time of the processors; bytes received and sent."""
+        """The time (monotonic s), busy and total time of the processors (s), bytes received and sent."""
         cpu = self._psutil.cpu_times()
-        idle_s, all_s = cpu.idle + cpu.iowait, sum(cpu[:8])  # those behind are parts of the first
+        idle_s, all_s = cpu.idle + cpu.iowait, sum(cpu[:8])  # the fields behind are parts of these eight
         nics = [each for name, each in self._psutil.net_io_counters(pernic=True).items() if name != "lo"]
         received, sent = sum(each.bytes_recv for each in nics), sum(each.bytes_sent for each in nics)
         return time.monotonic(), all_s - idle_s, all_s, received, sent
@@ -150,5 +153,5 @@ class Machine:
 
 
 def _count(value: float) -> int:
-    """Counters may go back: an interface was replaced."""
+    """Round a number for a message. A difference of counters may be negative, because an interface was replaced."""
     return max(0, round(value))

@@ -1,4 +1,4 @@
-"""`holdfast profile`: has ranks of a running job profiled, and shows what was taken."""
+"""`holdfast profile`: has ranks of a running job profiled, and shows the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders the profiles of some ranks, and collects what they gave. Pure."""
+"""Orders the profiles of some ranks, and collects them. Pure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class AtCoordinator(CoordinatorExtension):
         return self._complete(now)
 
     def _complete(self, now: float = -inf) -> list[Order]:
-        """Answer what waits for no node any more, or was due by now."""
+        """Answer the requests that wait for no node any more, or whose time is over."""
         over = {n: each for n, each in self._collections.items() if not each.awaited or now >= each.due_s}
         orders: list[Order] = []
         for number, each in over.items():

@@ -1,4 +1,4 @@
-"""What the halves of `profile` say to each other, what it is asked about, and its answer."""
+"""The messages between the halves of `profile`, the subject of the question, and its answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from holdfast.protocol.policy import WORKERS_PER_NODE_MAX, Count, LocalRank, Ran
 RANKS_MAX = 64
 STEPS_MAX = 1000
 SECONDS_MAX = 300.0
-"""That a user may name."""
+"""Limits of the numbers that a user may name."""
 TAKEN_S_MAX = 600.0
-"""A profile that has not ended by then is given up."""
+"""Limit for a profile to end (s); then it is given up."""
 COLLECTED_S_MAX = TAKEN_S_MAX + 40.0
-"""The coordinator waits this long for the nodes."""
+"""Time for which the coordinator waits for the nodes (s)."""
 ASKED_S_MAX = TAKEN_S_MAX + 60.0
-"""A command waits this long for the answer."""
+"""Time for which a command waits for the answer (s)."""
 
 NAME = "%Y%m%d-%H%M%S"
 """Name of the folder with a profile's files, for time.strftime; the coordinator adds a number."""
@@ -36,7 +36,7 @@ class About(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def profile_request(ranks: Collection[int], steps: int, seconds: float | None, name: str) -> dict[str, object]:
-    """What the question is about, as `About`. `seconds` None: the steps count. Raises UsageError."""
+    """The subject of the question, in the form of `About`. `seconds` None: the steps count. Raises UsageError."""
     if len(ranks) > RANKS_MAX:
         raise UsageError(f"{len(ranks)} ranks: at most {RANKS_MAX} are profiled at a time")
     if seconds is not None and not 0 < seconds <= SECONDS_MAX:
@@ -55,7 +55,7 @@ class TakeProfiles(Struct, frozen=True, array_like=True):
     """Name of the folder with the files, below the run folder's `profiles`."""
     local_ranks: Annotated[tuple[LocalRank, ...], Meta(max_length=WORKERS_PER_NODE_MAX)]
     steps: Count
-    """0: for_s counts."""
+    """Number of steps to profile; 0: for_s counts."""
     for_s: Seconds
 
 
@@ -70,13 +70,13 @@ class Operation(Struct, frozen=True, array_like=True):
 
 
 class RankProfile(Struct, frozen=True, array_like=True):
-    """What a profile of one worker gave."""
+    """The result of a profile of one worker."""
 
     local_rank: LocalRank
     files: tuple[str, ...] = ()
-    """Their paths, on its node."""
+    """Paths of the profile's files, on its node."""
     operations: tuple[Operation, ...] = ()
-    """The most expensive ones, by self_s."""
+    """The most expensive operations, by self_s."""
     why: str = ""
     """The reason why there is no profile by torch; empty: there is one."""
     note: str = ""

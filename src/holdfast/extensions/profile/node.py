@@ -1,8 +1,8 @@
 """Takes profiles of this node's workers, when a command asks for them.
 
 torch's profiler runs in the worker (worker.py), which gets the order through the board: see PROFILE in
-board_layout.py. Where py-spy is installed, it records a flame graph at the same time. A worker is profiled once at a
-time. What is taken goes to the run folder, into profiles/NAME. Errors become the answer: a profile ends no job.
+board_layout.py. Where py-spy is installed, it records a flame graph at the same time. A worker has one profile at a
+time. The files go to the run folder, into profiles/NAME. Errors become the answer: a profile ends no job.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from holdfast.supervisor.generation import RunningGeneration
 from holdfast.supervisor.stack_sampler import py_spy
 
 LOOK_S = 0.02
-"""Interval of reading a worker's answers."""
+"""Interval of reading a worker's answers (s)."""
 ANSWERED_S_MAX = 30.0
-"""A worker whose main thread runs no Python for so long beyond the ordered seconds is not profiled."""
+"""Time beyond the ordered seconds after which a worker is not profiled if its main thread has run no Python (s)."""
 SIGNAL_S = 1.0
-"""Interval of signals to a worker that has not answered."""
+"""Interval of signals to a worker that has not answered (s)."""
 ANSWERS_BYTES_MAX = 256 * 1024
 OPERATIONS_MAX = 10
 WORDS_CHARACTERS_MAX = 500
 SPY_S_MIN = 1.0
-"""It takes a part of a second to begin."""
+"""Shortest record by py-spy (s): it takes a part of a second to begin."""
 SPY_ENDS_S_MAX = 20.0
-"""py-spy needs some seconds to write a long record."""
+"""Limit for py-spy to end (s): it needs some seconds to write a long record."""
 
 
 class OnNode(NodeExtension):
@@ -104,7 +104,8 @@ class OnNode(NodeExtension):
         name = f"rank{running.rank_of(local_rank)}"
         wanted = {"folder": str(folder), "name": name, "steps": order.steps, "for_s": order.for_s}
         worker = _OrderedProfile(running, local_rank, pid, next(self._numbers))
-        # Where torch's profiler cannot run, a flame graph of the ordered time can.
+
+        # If torch's profiler cannot run, there is still a flame graph of the ordered time.
         least_s = max(order.for_s, SPY_S_MIN)
         async with _flame_graph(pid, folder / f"{name}.speedscope.json", least_s) as spied:
             with worker.ordered(wanted):
@@ -143,7 +144,7 @@ class _OrderedProfile:
             os.close(self._file)
 
     async def answer(self, for_s: float, *, by_signal: bool) -> dict[str, Any]:
-        """The worker's last answer, or why there is none."""
+        """The worker's last answer, or one with the reason why there is none."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         signal_at_s = began_s
@@ -177,14 +178,14 @@ class _OrderedProfile:
         return self._running.pids().get(self._local_rank) == self._pid
 
     def _signal(self) -> None:
-        # A program may have its own handler for it, or none: then it would be killed.
+        # A program that has no handler for it would be killed.
         if processes.signals(self._pid).catches(PROFILE_SIGNAL):
             with contextlib.suppress(OSError):
                 processes.signal_thread(self._pid, self._pid, PROFILE_SIGNAL)
 
 
 def _operations(found: object) -> tuple[Operation, ...]:
-    """A worker may write anything."""
+    """The operations of a worker's answer; none if it is invalid, because a worker may write anything."""
     try:
         return msgspec.convert(found or (), tuple[Operation, ...])[:OPERATIONS_MAX]
     except msgspec.ValidationError:
@@ -192,16 +193,17 @@ def _operations(found: object) -> tuple[Operation, ...]:
 
 
 class _Spied:
-    """What py-spy has recorded."""
+    """The result of py-spy."""
 
     def __init__(self) -> None:
         self.files: tuple[str, ...] = ()
         self.problem = ""
+        """The reason why there is no file; empty: there is one, or py-spy is not installed."""
 
 
 @contextlib.asynccontextmanager
 async def _flame_graph(pid: int, path: Path, least_s: float) -> AsyncIterator[_Spied]:
-    """Record the block with py-spy, where it is installed, and for so long at least."""
+    """Record the block with py-spy, if it is installed, for at least `least_s`."""
     spied, program = _Spied(), py_spy()
     if program is None:
         yield spied

@@ -50,8 +50,8 @@ class Profiler:
         """Whether `follow` runs: a signal may interrupt it, and its handler calls it again."""
 
     def follow(self, order: int, *, stepped: bool) -> bool:
-        """Begin or end what is ordered. `order` is the board's word (0: none), `stepped` says whether an optimizer has
-        made a step. Returns whether to call again after each step."""
+        """Begin or end a profile, as is ordered. `order` is the board's word (0: none), `stepped` says whether an
+        optimizer has made a step. Returns whether to call this after each step."""
         if not self._busy:
             self._busy = True
             try:
@@ -83,7 +83,7 @@ class Profiler:
 
 
 class _Profile:
-    """One profile, from its begin to its files."""
+    """One profile, from its beginning to its files."""
 
     def __init__(self, file: int, order: dict[str, Any]) -> None:
         self._file = file

@@ -28,12 +28,15 @@ from holdfast.protocol.extension import (
 from holdfast.protocol.policy import Note
 
 AGREED_S_MAX = 5.0
+"""Limit for the workers to agree on a safe point (s)."""
 
 
 class AtCoordinator(CoordinatorExtension):
     questions = {"save": About}
     _waiting: tuple[UserRequest, ...] = ()
+    """Requests that wait for the save in progress."""
     _due_s = inf
+    """The time at which that save counts as failed."""
 
     def asked(self, now: float, request: UserRequest) -> Orders:
         first = not self._waiting
@@ -65,5 +68,6 @@ class AtCoordinator(CoordinatorExtension):
         return [RefuseRequest(each.number, text) for each in self._taken()]
 
     def _taken(self) -> tuple[UserRequest, ...]:
+        """The requests that wait; none waits any more."""
         waiting, self._waiting, self._due_s = self._waiting, (), inf
         return waiting

@@ -25,7 +25,7 @@ from holdfast.protocol.policy import Note
 from holdfast.protocol.rank_progress import RankSample
 
 SAMPLED_S_MAX = 5.0
-"""Nodes that have not answered by then are listed as silent."""
+"""Limit for the nodes to answer (s). Those that have not are listed as silent."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class AtCoordinator(CoordinatorExtension):
         return self._complete(now)
 
     def _complete(self, now: float = -inf) -> list[Order]:
-        """Answer what waits for no node any more, or was due by now."""
+        """Answer the requests that wait for no node any more, or whose time is over."""
         over = {n: each for n, each in self._collections.items() if not each.awaited or now >= each.due_s}
         orders: list[Order] = []
         for number, each in over.items():

@@ -1,4 +1,4 @@
-"""What the halves of `stacks` say to each other, and its answer, a StacksView that fits into a frame."""
+"""The messages between the halves of `stacks`, and its answer, a StacksView that fits into a frame."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from holdfast.protocol.policy import WORKERS_PER_NODE_MAX, Count
 from holdfast.protocol.rank_progress import Frame, RankSample, RankStack, StacksView
 
 ANSWER_BYTES_MAX = 3 * 1024 * 1024
-"""Leaves room in a frame."""
+"""Limit of the answer (bytes). It leaves room in a frame."""
 STACKS_S = 12.0
-"""A command waits this long for the answer, for which all nodes are asked."""
+"""Time for which a command waits for the answer (s): all nodes are asked first."""
 FRAMES_CUTS = (16, 4, 1)
+"""Numbers of frames to which stacks are cut, one after the other, until the answer fits."""
 
 
 class About(Struct, frozen=True, forbid_unknown_fields=True):
-    """Nothing: all ranks are sampled."""
+    """The subject of the question. It is empty, because all ranks are sampled."""
 
 
 class TakeSamples(Struct, frozen=True, array_like=True):
@@ -35,7 +36,8 @@ class Samples(Struct, frozen=True, array_like=True):
 def view_of(
     run_id: str, generation: int, world_size: int, seen: list[tuple[str, int, RankSample]], silent: tuple[str, ...] = ()
 ) -> StacksView:
-    """`seen`: host, rank and sample of each worker."""
+    """The view of these samples, in which equal stacks are stored once. `seen`: host, rank and sample of each
+    worker."""
     numbers: dict[tuple[Frame, ...], int] = {}
     ranks = []
     for host, rank, sample in sorted(seen, key=lambda each: each[1]):
@@ -66,8 +68,8 @@ def view_of(
 
 
 def body_of(view: StacksView) -> bytes:
-    """Encode a view; where it does not fit into a frame, other threads are omitted, then outer frames, and then the
-    last ranks."""
+    """Encode a view. If it does not fit into a frame, other threads are left out, then outer frames, and then the last
+    ranks."""
     body = msgspec.json.encode(view)
     if len(body) > ANSWER_BYTES_MAX:
         ranks = tuple(msgspec.structs.replace(rank, threads=()) for rank in view.ranks)

@@ -1,4 +1,4 @@
-"""What `status` is asked about, and its answer, a JobView that fits into a frame."""
+"""The subject of the question `status`, and its answer, a JobView that fits into a frame."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import msgspec
 from holdfast.protocol.rank_progress import JobView
 
 ANSWER_BYTES_MAX = 3 * 1024 * 1024
-"""Leaves room in a frame."""
+"""Limit of the answer (bytes). It leaves room in a frame."""
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nothing: the whole job is shown."""
+    """The subject of the question. It is empty, because the whole job is shown."""
 
 
 def body_of(view: JobView) -> bytes:
-    """Encode a view; without its ranks when the job is so large that they do not fit into a frame."""
+    """Encode a view. If the job is so large that it does not fit into a frame, the ranks are left out."""
     body = msgspec.json.encode(view)
     if len(body) > ANSWER_BYTES_MAX:
         nodes = tuple(msgspec.structs.replace(node, ranks=()) for node in view.nodes)
