@@ -176,13 +176,12 @@ def test_the_table() -> None:
     assert "| pause: partition 2\\|2 | – | never (1×) |" in lines
 
 
-def test_the_files(tmp_path: Path) -> None:
-    page = write([OURS, THEIRS], ABOUT, tmp_path)
-    assert page.name == "2026-01-02-some-cpu-2-cores-soak.md"
-    text = page.read_text()
-    assert "- seed: 7" in text
-    assert "- torchrun: stands: no step for 120 s" in text
-    data = json.loads(page.with_suffix(".json").read_text())
+def test_a_run_replaces_the_one_before_of_the_same_script(tmp_path: Path) -> None:
+    write([THEIRS], {**ABOUT, "seed": 1}, tmp_path)
+    path = write([OURS, THEIRS], ABOUT, tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name] == ["soak-train.json"]
+    data = json.loads(path.read_text())
+    assert data["facts"]["seed"] == 7
     assert data["runs"]["holdfast"]["share"] == 0.5
     assert data["runs"]["torchrun"]["violations"] == ["stands: no step for 120 s"]
 
