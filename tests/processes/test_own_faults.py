@@ -24,7 +24,7 @@ from tests.support.limits import limit_s, until
 from tests.support.second_user import everybodys_folder
 
 BROKEN = """
-from holdfast.{part} import {part}_machine as machine
+from holdfast.{part} import {part} as machine
 
 handle = machine.{kind}.handle
 calls = 0

@@ -63,7 +63,7 @@ def test_the_environment_goes_along_unseen_and_strangers_are_refused(ssh_hosts: 
         assert b"hush" not in words, words
         assert b"HOLDFAST_TOKEN" not in words, words
     agents = [line for line in two.left(two.hosts[1]) if "holdfast-agent known" in line]
-    assert len(agents) == 3, agents  # guard, agent, supervisor
+    assert len(agents) == 2, agents  # guard and agent; the supervisor has a command line of its own
     listening = two.hosts[1].run(["ss", "--listening", "--tcp", "--numeric", "--processes"])
     ports = {line.split()[3].rpartition(":")[2] for line in listening.splitlines() if "python" in line}
     ports.discard(str(generation.port))  # of the workers' store
