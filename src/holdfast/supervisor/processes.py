@@ -44,8 +44,10 @@ def prctl(option: int, argument: int | bytes) -> None:
 
 
 def set_command_line(text: bytes) -> None:
-    """Write this text over the command line of this process, which a forked process has from its parent. A longer text
-    is cut."""
+    """Write this text over the command line of this process, which a forked process has from its parent.
+
+    A longer text is cut. `worker.forking.show_as` takes texts of any length, which not every kernel allows.
+    """
     import ctypes
 
     stat = process_stat("self")
