@@ -133,7 +133,7 @@ class WorkRow:
     advance: Callable[[Agent, float], None] = lambda _agent, _now: None
     """Called once with the time after every event. Nothing: only an order, a signal or the shell's event ends it."""
     due_s: Callable[[Agent], float] = lambda _agent: inf
-    """When this phase has something to do without an event; inf: never."""
+    """The time at which this phase has something to do without an event; inf: never."""
 
 
 WORK: Mapping[Work, WorkRow] = {
@@ -198,7 +198,7 @@ WORK: Mapping[Work, WorkRow] = {
 
 class Link(Enum):
     DOWN = "down"
-    """Not connected; the next attempt is due at a known time."""
+    """There is no connection; the next attempt is due at a known time."""
     DIALING = "dialing"
     UP = "up"
 
@@ -208,7 +208,7 @@ class Agent:
 
     limits: Limits
     _node: NodeSpec
-    """Never changed."""
+    """This node; never changed."""
 
     # the work
     work: Work
@@ -220,7 +220,8 @@ class Agent:
     _led_by: str
     """The node that hosted the coordinator of that generation, with its ranks, in words."""
     _prepared_s: float
-    """When Prepared was sent last. The Start that answers it confirms that the coordinator had this agent then."""
+    """The time at which Prepared was sent last. The Start that answers it confirms that the coordinator had this agent
+    then."""
     _drained: bool
     """The newest generation left at a safe point, and no other one has begun since."""
     _progress: tuple[WorkersProgress, float] | None
@@ -234,16 +235,17 @@ class Agent:
     _joined: bool
     """The coordinator has answered the Join. Only while the link is UP."""
     _join_sent_s: float | None
-    """When Join was sent on the present link; None: not yet."""
+    """The time at which Join was sent on the present link; None: it was not."""
     _joins: int
     """Joins on links that were lost. It only grows: each join has another identity."""
     _local: bool
     """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
     _listens: int
     _known_term: int
-    """As in Join, from the shell at Dialed."""
+    """The newest term that this node knows, as in Join; the shell reports it with Dialed."""
     _unlinked_s: float
-    """When the link to the last coordinator broke; inf: it became silent, so that coordinator may live on."""
+    """The time at which the link to the last coordinator broke; inf: it became silent, so that coordinator may live
+    on."""
     _seeking: Seeking
     """The search for the coordinator. Begins again whenever the link was lost."""
 
@@ -251,21 +253,21 @@ class Agent:
     _lease: Lease
     """What the coordinator has confirmed. Kept when the link is lost: the fence of the workers counts from it."""
     _unconfirmed_fence_at_s: float
-    """When the workers are killed unless a coordinator that knows their generation sends Resume before. Means
-    something while `current` is not confirmed."""
+    """The time at which the workers are killed unless a coordinator that knows their generation sends Resume before.
+    Means something while `current` is not confirmed."""
     _suspended_s: float | None
-    """Since when the workers are suspended, because the coordinator does not answer; None: they are not."""
+    """The time at which the workers were suspended, because the coordinator does not answer; None: they run."""
     _stood_s: float
     _counted_s: float
-    """For how long they were suspended lately although answers came, when the newest one came."""
+    """The time for which they were suspended lately although answers came, as of the newest answer (s)."""
     _too_slow: bool
     """Answers take too long here: no worker is suspended. Never taken back."""
 
     # the end
     leaving: Signalled | None
-    """Why this node leaves; None: it does not. Never taken back."""
+    """The signal for which this node leaves, which is never taken back; None: it stays."""
     _leave_by_s: float
-    """When a leaving agent stops waiting for its workers to drain."""
+    """The time at which a leaving agent stops waiting for its workers to drain."""
     _pending_exit: Outcome | None
     """The outcome, as soon as it is certain: nothing but the end of this node's processes is awaited any more."""
     outcome: Outcome | None
@@ -315,7 +317,7 @@ class Agent:
         return out
 
     def next_deadline(self) -> float | None:
-        """When the next Tick is due; None once Exit was emitted."""
+        """The time at which the next Tick is due; None once Exit was emitted."""
         if self.outcome is not None:
             return None
         deadlines = [WORK[self.work].due_s(self)]
@@ -348,7 +350,7 @@ class Agent:
 
     @property
     def fence_at_s(self) -> float | None:
-        """When the workers are killed unless an answer arrives before; None: never, or there are none."""
+        """The time at which the workers are killed unless an answer arrives; None: never, or there are none."""
         if not (self._at_work() or self.work is Work.STOPPING):
             return None
         at_s = self._workers_fence_at_s()
@@ -356,7 +358,7 @@ class Agent:
 
     @property
     def suspend_at_s(self) -> float | None:
-        """When the supervisor suspends the workers unless an answer arrives before; None: it does not. From some time
+        """The time at which the supervisor suspends the workers unless an answer arrives; None: never. From some time
         after it on the others may go on without them. Workers that are being stopped are no exception: a coordinator
         that has a successor by now may have stopped them."""
         if self.work is Work.KILLING:
@@ -577,7 +579,7 @@ class Agent:
         return inf if self._local and self.link is Link.UP else self._lease.fence_at_s
 
     def _unanswered_since_s(self) -> float:
-        """Since when no coordinator has confirmed the workers' generation."""
+        """The latest time at which a coordinator had confirmed the workers' generation."""
         at_s = self._fence_at_s() if self._current().confirmed else self._unconfirmed_fence_at_s
         return at_s - self._lease.fence_s
 
@@ -682,7 +684,7 @@ class Agent:
             self._send_able(current)
 
     def _advance_running(self, now: float) -> None:
-        """Also of workers that regroup."""
+        """Act on the state of workers that run, or that regroup."""
         current = self._current()
         # What finished ranks have left behind is killed at once (scenario `one_node`).
         if current.all_done and not current.cleaned:

@@ -44,7 +44,7 @@ class RegroupWorkers(Struct, frozen=True):
 
     assign: Assign
     safe_point: int
-    """Where they stop; 0: at once."""
+    """The safe point at which they stop; 0: at once."""
 
 
 class ContinueWorkers(Struct, frozen=True):

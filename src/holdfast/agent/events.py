@@ -16,7 +16,7 @@ class Dialed(Struct, frozen=True):
     local: bool = False
     """The coordinator runs in this process, and nobody can take its place."""
     port: int = 0
-    """Where this agent listens; 0: it does not."""
+    """The port on which this agent listens; 0: it does not."""
     term: int = 0
     """The newest term that this node knows."""
 
@@ -77,7 +77,7 @@ class WorkerRaised(Struct, frozen=True):
     local_rank: int
     failure: Failure
     evidence_follows: bool = False
-    """As in WorkerEnded."""
+    """The evidence is reported later, as in WorkerEnded."""
 
 
 class FailureRead(Struct, frozen=True):
@@ -117,11 +117,11 @@ class WorkersHeld(Struct, frozen=True):
     reached: int
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one."""
     saves: bool = False
-    """As in Held."""
+    """All of them ask at their safe points whether to save, as in Held."""
 
 
 class WorkersProgress(Struct, frozen=True):
-    """How far the workers of a generation are. Periodic while they run, without a command."""
+    """The progress of a generation's workers. The shell reports it periodically while they run, without a command."""
 
     generation: int
     ranks: tuple[RankProgress, ...]

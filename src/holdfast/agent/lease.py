@@ -17,12 +17,13 @@ class Lease:
     fence_s: float
     ping_interval_s: float
     confirmed_s: float
-    """When the newest confirmed message was sent. The coordinator's lease was renewed at this time or later."""
+    """The time at which the newest confirmed message was sent. The coordinator's lease was renewed at this time or
+    later."""
     ping_at_s: float
     suspend_s: float = 0.0
-    """As in Joined."""
+    """The age of the lease at which workers are suspended (s), as in Joined."""
     lease_s: float = 0.0
-    """As in Joined: at this age suspended workers are killed."""
+    """The age at which suspended workers are killed (s), as in Joined."""
     _number: int = 0
     _open: dict[int, float] = field(default_factory=dict)
 
@@ -48,7 +49,7 @@ class Lease:
         self._open.clear()
 
     def hurry(self, now: float) -> None:
-        """From now on pings are frequent enough for workers that are suspended without an answer."""
+        """Ping from now on as often as workers need it that are suspended without an answer."""
         if self.suspend_s:
             self.ping_interval_s = min(self.ping_interval_s, self.suspend_s / PINGS_PER_SUSPENSION)
             self.ping_at_s = min(self.ping_at_s, now + self.ping_interval_s)

@@ -70,7 +70,7 @@ class LocalGeneration:
     active: frozenset[int] = field(init=False)
     """Local ranks that take part."""
     able: tuple[int, ...] = ()
-    """Of these, the ones that can go on in another generation."""
+    """The workers among these that can go on in another generation."""
     suspends: bool = False
     """All of them have been able to, and the coordinator may know it: they are suspended while it does not answer."""
     parting: frozenset[int] = frozenset()
@@ -91,15 +91,15 @@ class LocalGeneration:
     asked: bool = False
     """The coordinator has ordered a drain."""
     drain_text: str = ""
-    """Why the coordinator drains, in words."""
+    """The coordinator's reason to drain, in words."""
     reached: int | None = None
     """The newest safe point that a worker had reached when they were held; None: not held."""
     safe_point: int | None = None
-    """Where they stop; None: not decided."""
+    """The safe point at which they stop; None: not decided."""
     drained: set[int] = field(default_factory=set)
     """Local ranks that have left at the safe point."""
     kill_at_s: float = 0.0
-    """While STOPPING: when SIGKILL is due."""
+    """The time at which SIGKILL is due, while STOPPING."""
     cleaned: bool = False
     """All ranks were done, and their remaining processes are gone."""
     stopped: bool = False
@@ -153,7 +153,7 @@ class LocalGeneration:
         return bool(self._own) and self.done >= self._own
 
     def running(self) -> Running:
-        """For a new coordinator."""
+        """What a new coordinator must know of this generation."""
         place, done = self.assign, tuple(sorted(self.done))
         size = place.group_world_size
         return Running(self.generation, place.group_rank, size, place.restart_count, done, place.local_ranks, self.able)

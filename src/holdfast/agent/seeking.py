@@ -18,7 +18,7 @@ class Seeking:
     notices: Pauses
     pause_s: float
     error: DialFailed | None = None
-    """Why the last attempt failed."""
+    """The reason why the last attempt failed."""
 
     @classmethod
     def begin(cls, limits: Limits, now: float) -> Seeking:

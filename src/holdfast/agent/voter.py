@@ -40,7 +40,7 @@ class VoterState(Enum):
     FOLLOWING = "following"
     """Linked to a coordinator."""
     ALONE = "alone"
-    """Without a coordinator: it has had none, or has lost it."""
+    """It has no coordinator: it has had none, or has lost it."""
     ASKING = "asking"
     """It asks the others whether they would vote for it. Nothing changes by that."""
     STANDING = "standing"
@@ -178,13 +178,13 @@ class Voter:
         self._denies: set[str] = set()
         """Voters that hold such a one."""
         self.leader: LeaderAddress | None = None
-        """Where the newest coordinator is, as far as it knows; perhaps the one that is lost."""
+        """The address of the newest coordinator that it knows; perhaps the one that is lost."""
         self._followed = 0
         """The term of the newest coordinator to which it was linked."""
         self._voted_for = ""
         """Its vote in `term`; empty: none."""
         self._bound_s = now
-        """When it last confirmed a coordinator or gave a vote to another candidate."""
+        """The time at which it last confirmed a coordinator or gave a vote to another candidate."""
         self._closed = False
         """The newest coordinator closed the link."""
         self._lost_s = now
@@ -199,12 +199,12 @@ class Voter:
         """What it asks for; None: nothing."""
         self._asked_s = now
         self._answers: dict[str, Polled | None] = {}
-        """By voter; None: there is none."""
+        """The answer of each voter; None: there is none."""
         self._leaves = False
         self._rival = False
-        """As in Renewed."""
+        """Another voter asks for the votes, as in Renewed."""
         self._job_began_s = now
-        """By this clock, as far as it knows."""
+        """The time at which the job began, by this clock and as far as it knows."""
         self._training_s = 0.0
         self._recalled = ""
         """The newest founder that knows its charter."""
@@ -309,7 +309,7 @@ class Voter:
         return out
 
     def next_deadline(self) -> float | None:
-        """When the next Tick is due; None: nothing is awaited."""
+        """The time at which the next Tick is due; None: nothing is awaited."""
         match self.stage:
             case VoterState.FOLLOWING:
                 return None if self.stands else self._bound_s + self.limits.fence_s
@@ -468,7 +468,8 @@ class Voter:
             self._fail(now)
 
     def _elected_by(self, names: Collection[str]) -> bool:
-        """Of all voters: one that has ended may have been the only one with the newest charter, so it counts, too."""
+        """Whether these are a majority of all voters: one that has ended may have been the only one with the newest
+        charter, so it counts, too."""
         return self.charter is not None and self.charter.carried_by(names)
 
     def _win(self, now: float, votes: list[Polled]) -> None:
@@ -505,7 +506,7 @@ class Voter:
         return self._seat() is not None and not self._leaves
 
     def _place(self) -> int:
-        """How many others stand before it, without the coordinator that is lost."""
+        """The number of voters before it, without the coordinator that is lost."""
         seats = self.charter.seats if self.charter is not None else ()
         names = [seat.name for seat in seats[1:] if not seat.witness]  # the first one is the coordinator's
         return names.index(self.name) if self.name in names else len(names)

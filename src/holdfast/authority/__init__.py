@@ -1,1 +1,1 @@
-"""By what right a coordinator decides: nobody else could, it holds a lease, or a majority confirms it. PURE."""
+"""The right of a coordinator to decide: nobody else could, it holds a lease, or a majority confirms it. PURE."""

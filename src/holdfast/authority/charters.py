@@ -45,11 +45,11 @@ class VoterRecord:
     held: CharterPosition = NO_CHARTER
     """The position of the charter that it holds."""
     confirmed_s: float = -inf
-    """When the newest Renew was sent that it has acknowledged."""
+    """The time at which the newest Renew was sent that it has acknowledged."""
     open: dict[int, float] = field(default_factory=dict)
-    """When the Renews without an answer were sent, by number."""
+    """The times at which the Renews without an answer were sent, by number."""
     prove_at_s: float = inf
-    """While it has no link: when to try again to prove that its process has ended."""
+    """The time of the next attempt to prove that its process has ended, while it has no link."""
 
 
 class Charters:
@@ -78,7 +78,7 @@ class Charters:
         self._gone: set[str] = set()
         """Voters whose process was proved to have ended. None of them has a link."""
         self._confirmed_s: float | None = None
-        """As in `authority_s`, which every message asks for; None: it has to be found again."""
+        """The value of `authority_s`, which every message asks for; None: it has to be found again."""
         self._uninformed: set[str] = set()
         """Agents without a vote that do not know the present voters, one of which may be the next coordinator, and
         witnesses without a vote that do not know the newest charter."""
@@ -86,11 +86,12 @@ class Charters:
         """Those with a link. Without a vote they keep the charter, too: a node that founds the job again asks them.
         Else the numbers of generations went back when the last of two nodes was lost (seeds 56 and 65 of `pair`)."""
         self._rival_since_s, self._rival_s = inf, -inf
-        """From when until when another voter has asked for the votes, with no pause longer than a lease."""
+        """The begin and end of the time in which another voter asked for the votes without a pause longer than a
+        lease."""
         self._number = 0
-        """Of the newest Renew."""
+        """The number of the newest Renew."""
         self._send_at_s = now
-        """When the next Renews are due."""
+        """The time at which the next Renews are due."""
         if succession.charter is not None:  # its own term's first charter: it counts only with a majority for this term
             self.charter = structs.replace(self.charter, position=CharterPosition(self.term, self._next_number()))
 
@@ -123,7 +124,7 @@ class Charters:
         return self._since_s
 
     def due_s(self, now: float) -> float:
-        """When `advance` has something to do, or the authority ends."""
+        """The time at which `advance` has something to do, or the authority ends."""
         if not self.elects:
             return self._send_at_s if self._others() else inf
         prove_s = min(voter.prove_at_s for voter in self._voters.values())
@@ -318,7 +319,7 @@ class OlderJob:
 
     @property
     def asks_until_s(self) -> float:
-        """Until then there may be news of an older start; -inf: everybody has answered."""
+        """The time until which there may be news of an older start; -inf: everybody has answered."""
         return self._asks_until_s if self._unheard else -inf
 
     def asked(self, place: tuple[str, int], now: float) -> None:
@@ -345,7 +346,7 @@ class OlderJob:
 
     @property
     def not_before_s(self) -> float:
-        """When another generation may be formed."""
+        """The earliest time at which another generation may be formed."""
         return self._fenced_s if self.over else max(self._fenced_s, self._patience_s)
 
     def wait(self, now: float) -> str:
@@ -384,7 +385,7 @@ class OlderJob:
         self._ended.add(name)
 
     def due_s(self, now: float) -> float:
-        """When `advance` has something to do."""
+        """The time at which `advance` has something to do."""
         return inf if self.over or now >= self._patience_s else self._prove_at_s
 
     def advance(self, now: float) -> list[Command]:

@@ -35,7 +35,7 @@ class Leased(Sole):
         return PreviousLeader(self._floor, self._began_s + self._tail_s)
 
     def decides(self, now: float) -> bool:  # noqa: ARG002
-        """Not without the lease: this process may have slept, and another one may hold the lease now."""
+        """Whether it has the lease: this process may have slept, and another one may hold the lease now."""
         return self._holds()
 
     def is_quiet(self, now: float) -> bool:  # noqa: ARG002

@@ -13,9 +13,9 @@ from holdfast.protocol.charter import Charter, LedFrom, Seat
 from holdfast.protocol.policy import Limits, NodeSpec
 
 PROVE_FIRST_S = 0.25
-"""From a succession until nodes that have not joined are asked whether they have ended."""
+"""Time from a succession until nodes that have not joined are asked whether they have ended (s)."""
 PROVE_MAX = 16
-"""While more nodes are missing, none is asked."""
+"""Number of missing nodes that are asked at most; while more are missing, none is."""
 
 
 class SucceededNodes:
@@ -29,7 +29,7 @@ class SucceededNodes:
         self._ended: set[str] = set()
         """Agents whose process has ended, and with it their workers."""
         self._listeners: dict[str, Seat] = {}
-        """Where they listen, as other machines can reach them too; by name."""
+        """The addresses at which they listen, and which other machines can reach too, by name."""
         self._began_s = now
         self._prove_at_s = now + PROVE_FIRST_S
         self.leader = ""
@@ -39,8 +39,8 @@ class SucceededNodes:
         self._parts: tuple[tuple[str, int], ...] = ()
         """Name and number of ranks, by group rank."""
         self._suspended_s = self._killed_s = inf
-        """From when on no worker runs that the old coordinator could let run, and when those are killed that no new one
-        lets run; inf: not all are suspended before they are killed."""
+        """The time from which no worker runs that the old coordinator let run, and the time at which those die that no
+        new one lets run; inf: not all are suspended before they are killed."""
 
     def take(self, charter: Charter, died_s: float) -> None:
         """Nobody has confirmed the old coordinator since `died_s`."""
@@ -77,12 +77,12 @@ class SucceededNodes:
 
     @property
     def living(self) -> int:
-        """How many agents may come."""
+        """The number of agents that may come."""
         return len(self.left - self._ended)
 
     @property
     def due_s(self) -> float:
-        """When `provable` has something to ask."""
+        """The time at which `provable` has something to ask."""
         return self._prove_at_s if self._provable() else inf
 
     def provable(self, now: float) -> list[Seat]:
@@ -99,7 +99,7 @@ class SucceededNodes:
 
     @property
     def goes_on_at_s(self) -> float:
-        """When those that have come may continue without the others: their workers are suspended, and nobody lets them
+        """The time at which those that have come may continue: the others' workers are suspended, and nobody lets them
         run again. If more than the old coordinator's node is missing, half of the time is waited that is left until the
         workers of those that have come are killed."""
         if self._suspended_s == inf:  # every event asks, and large jobs suspend nothing

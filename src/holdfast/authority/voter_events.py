@@ -40,7 +40,7 @@ class Deposed(AuthorityEvent, frozen=True):
     name: str = ""
     elected: bool = False
     forms: bool = False
-    """As in Supersede."""
+    """It has formed no generation yet, as in Supersede."""
 
 
 class ProveCaller(AuthorityCommand, frozen=True):

@@ -61,7 +61,7 @@ from holdfast.protocol.policy import Limits, NodeSpec, Note
 
 ENDED = "its coordinator ended", "the coordinator on it ended"
 SILENT = ("it stopped answering together with the coordinator",) * 2
-"""Why a node of the old generation is lost: for the verdict, and for the console."""
+"""The reason why a node of the old generation is lost: for the verdict, and for the console."""
 
 
 class Voters:
@@ -85,14 +85,14 @@ class Voters:
         self._elected = succession.charter is not None
         self._older = OlderJob(limits, now, places)
         self._ask_at_s = now
-        """While it founds the job: when to ask the witnesses."""
+        """The time at which to ask the witnesses, while it founds the job."""
         self._floor = 0
         """The newest generation that the old coordinator may have started. The coordinator forms none with a smaller
         number."""
         self._local_name = ""
         """The member in this process."""
         self._witnesses: dict[int, Seat] = {}
-        """By link. Each link here is one of the charters' links, too."""
+        """The witnesses by link. Each link here is one of the charters' links, too."""
         self._nodes = SucceededNodes(limits, now)
         self._strangers: set[str] = set()
         """Witnesses that know a newer coordinator and have never confirmed this one: they remember another job."""
@@ -103,7 +103,7 @@ class Voters:
         self._written: tuple[object, ...] = ()
         """What the newest charter was made of."""
         self._due_s = -inf
-        """When something is due; -inf: it has to be found again."""
+        """The time at which something is due; -inf: it has to be found again."""
         self._held: list[Command] = []
         """Orders that wait until the charter counts, with all that follows them. Empty while it does."""
 
@@ -134,14 +134,14 @@ class Voters:
 
     @property
     def founded(self) -> bool:
-        """It was elected by nobody, and there may be voters of an older job that will elect another one."""
+        """No voter elected it, and there may be voters of an older job that will elect another one."""
         return not (self._elected or self._older.over)
 
     @property
     def forms(self) -> bool:
-        """It was elected by nobody and has formed nothing: it has to be told of every earlier start. That is another
-        question than `founded`: also a founder that has proved that no older voter can elect has to hear of restarts
-        that were used (succession seed 2665)."""
+        """No voter elected it and it has formed nothing, so it must learn of every earlier start. This differs from
+        `founded`: a founder that has proved that no older voter can elect must still learn how many restarts were used
+        (succession seed 2665)."""
         return not self._elected and self._facts.newest_generation == 0
 
     @property
@@ -150,7 +150,7 @@ class Voters:
         return self._older.charter
 
     def decides(self, now: float) -> bool:
-        """Not without authority: this process may have slept, and there may be a successor."""
+        """Whether it has authority: this process may have slept, and there may be a successor."""
         return now < self._charters.authority_s(now) + self._limits.fence_s
 
     # Each of the rules of `decides`, `age_s`, `release` and `gathers` is needed: `test_each_rule_is_needed` in
@@ -304,7 +304,7 @@ class Voters:
         return self._older.job_uid if self.forms and self._older.charter is not None else None
 
     def _goes_on_at_s(self) -> float:
-        """When those that have come continue the generation without suspended nodes; inf: they do not, or need not."""
+        """The time at which those that have come continue without suspended nodes; inf: they do not, or need not."""
         previous = self._facts.previous
         if self._facts.world is not None or previous.whole or previous.generation != self._floor:
             return inf
@@ -466,7 +466,7 @@ class Voters:
         )
 
     def _suspended_after_s(self) -> float:
-        """As in Charter.short_lease_s, of the generation that runs."""
+        """The short lease of the generation that runs (s), as in Charter.short_lease_s."""
         world, phase = self._facts.world, self._facts.phase
         return world.short_lease_s if world is not None and phase in (Phase.RUNNING, Phase.DRAINING) else 0.0
 

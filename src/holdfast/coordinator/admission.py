@@ -34,7 +34,7 @@ class Admit(Struct, frozen=True):
     link: int
     join: Join
     heard_s: float
-    """When its Join arrived. Nothing was received from it since."""
+    """The time at which its Join arrived. Nothing was received from it since."""
 
 
 class Deny(Struct, frozen=True):
@@ -49,7 +49,7 @@ class Deny(Struct, frozen=True):
 class Admission:
     job: JobSpec
     other_line: Callable[[NodeSpec], str] = lambda _: ""
-    """How a node's command line differs from the job's, in words; empty: it does not."""
+    """Says how a node's command line differs from the job's, in words; empty: it does not."""
     identities: set[str] = field(default_factory=set)
     claims: dict[int, tuple[Join, float]] = field(default_factory=dict)
     """Joins for a place that another member holds, and since when. That member may be dead without being lost yet."""
@@ -144,7 +144,7 @@ def _claims_too_much(join: Join) -> str:
 class Difference(Struct, frozen=True):
     what: str
     text: str
-    """For the console; names both nodes."""
+    """A line for the console that names both nodes."""
 
 
 class Versions:
@@ -172,7 +172,7 @@ class Versions:
         return found
 
     def other_line(self, node: NodeSpec) -> str:
-        """How this node's command line differs from the job's, in words; empty: no known difference."""
+        """Say how this node's command line differs from the job's, in words; empty: no known difference."""
         if self.first is None or not node.versions:
             return ""
         mine, theirs = self.first.versions, node.versions

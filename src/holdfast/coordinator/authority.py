@@ -39,7 +39,7 @@ class PreviousLeader(Struct, frozen=True):
     job_s: float = 0.0
     """Age of the job."""
     training_s: float = 0.0
-    """As in JobView."""
+    """Time in which the job has trained (s), as in JobView."""
 
 
 class Handled(Struct, frozen=True):
@@ -94,7 +94,7 @@ class Facts(Protocol):
 
 
 class Authority(Protocol):
-    """By what right a coordinator decides. It belongs to one coordinator."""
+    """The right of one coordinator to decide."""
 
     def begin(self, facts: Facts) -> PreviousLeader | None:
         """The coordinator begins. Called once. None: it follows nobody, as far as is known."""
@@ -116,7 +116,7 @@ class Authority(Protocol):
         ...
 
     def age_s(self, now: float) -> float:
-        """How long ago this coordinator was confirmed by those that could give its place to another one; 0: nobody
+        """Time since this coordinator was confirmed by those that could give its place to another one (s); 0: nobody
         could. The fences of its agents count from there."""
         ...
 
@@ -130,7 +130,7 @@ class Authority(Protocol):
         ...
 
     def due_s(self, now: float) -> float:
-        """When it has something to do by itself; inf: nothing."""
+        """The time at which it has something to do by itself; inf: nothing."""
         ...
 
     def check_invariants(self) -> None: ...

@@ -87,7 +87,7 @@ def timed_out(failures: Iterable[Failure]) -> bool:
 
 
 def awaited_s(failures: Sequence[Failure], earlier: Sequence[Failure]) -> float:
-    """How long the stop waits for other reports after these failures; 0: not at all, because one of them is a cause.
+    """Time for which the stop waits for other reports after these failures (s); 0: one of them is a cause.
 
     `earlier`: failures that were reported before these.
     """

@@ -117,7 +117,8 @@ NO_SAVES = (
     "`snaps.step()` of ht.Snapshots does, and holdfast.worker.should_save()"
 )
 EXTENSION_ROUNDS_MAX = 8
-"""At one event. What extensions order to one another's orders is carried out later, one event at a time."""
+"""Number of rounds at one event. What extensions order to one another's orders is carried out later, one event at a
+time."""
 FREQUENT = frozenset({Ping, Progress, Prepared, Stopped, Extended})
 """The messages that every node sends often, or that all nodes send at one time: see the fast path."""
 
@@ -132,7 +133,7 @@ class PhaseRow:
     advance: Callable[[Coordinator, float], None]
     """Called with the time after every event, until it leaves the phase as it is: takes what transition is possible."""
     due_s: Callable[[Coordinator], float]
-    """When this phase has something to do without an event; inf: never."""
+    """The time at which this phase has something to do without an event; inf: never."""
     to: Mapping[Phase, str]
     """The phases that may follow, and when. No other change of the phase is possible (`Coordinator._enter`)."""
 
@@ -210,11 +211,11 @@ class Coordinator:
     job: JobSpec
     """What the user wants. Never changed."""
     limits: Limits
-    """Never changed."""
+    """The limits of the job; never changed."""
     _authority: Authority
-    """Who says whether this coordinator may decide at all. Never replaced."""
+    """The object that says whether this coordinator may decide at all. Never replaced."""
     _fixed_master: tuple[str, int] | None
-    """As in `__init__`. Never changed."""
+    """The address and port that every generation announces, as in `__init__`. Never changed."""
     stepped_down: bool
     """It has no authority any more, and never will: it ignores every event. Never taken back."""
 
@@ -222,10 +223,10 @@ class Coordinator:
     phase: Phase
     """Changed by `_enter` only, along PHASES."""
     _phase_since_s: float
-    """When the phase was entered; again at a transition from a phase to itself. The wait in every phase is limited
-    from here. Not after `_now`."""
+    """The time at which the phase was entered; again at a transition from a phase to itself. The wait in every phase is
+    limited from here. Not after `_now`."""
     outcome: Outcome | None
-    """How the job ended. Set if and only if the phase is OVER, and never changed."""
+    """The end of the job. Set if and only if the phase is OVER, and never changed."""
 
     # who is here
     host_backoff: HostBackoff
@@ -238,7 +239,7 @@ class Coordinator:
     _admission: Admission
     """The claims of agents that wait for a rank which a silent member holds. Each is of a pending link."""
     _liveness: Liveness
-    """When to look for silent members next. Not measured while this process itself slept."""
+    """Knows when to look for silent members next. Time in which this process itself slept does not count."""
     _lost: list[str]
     """Nodes of the world that this event has shown to be lost, in words. Empty between two events: all the losses
     of one event are answered together, so that the others go on once."""
@@ -250,8 +251,8 @@ class Coordinator:
     generation: int
     """The newest number of a generation that was formed; it only grows. 0: none was."""
     job_uid: str
-    """As in Start. Empty until the first generation is formed; then it names the same job for ever, also for the
-    coordinators that continue it."""
+    """The identity of the job, as in Start. Empty until the first generation is formed; then it names the same job for
+    ever, also for the coordinators that continue it."""
     _announced: Formation | None
     """The next generation, announced with the stop of the present one; None: there was no announcement. Its number
     is larger than `generation`, and some nodes may be preparing it: no other generation gets that number."""
@@ -263,7 +264,7 @@ class Coordinator:
     _incidents: Incidents
     """What was lost last. No world has a part of it."""
     _why: str
-    """Why the last generation ended; empty: none has."""
+    """The reason why the last generation ended; empty: none has."""
     _quit: Quit | None
     """A user asked for the end of the job: an agent that joins now is refused, and ends. Never taken back."""
     _job_began_s: float
@@ -277,18 +278,18 @@ class Coordinator:
     _monitor: Monitor
     """Progress, hangs and failures of the running generation. At rest in every phase but RUNNING."""
     _regrouping: Regrouping
-    """How running workers form the next generation. Reset when all workers are stopped (GATHERING)."""
+    """The rules by which running workers form the next generation. Reset when all workers are stopped (GATHERING)."""
 
     # waits
     gathering: Gathering
     """Input of the rule that forms a generation. Means something in GATHERING."""
     _reason: str
-    """Why no generation was formed at the newest event in GATHERING, as it was noted last."""
+    """The reason why no generation was formed at the newest event in GATHERING, as it was noted last."""
     _waiting_said: Pauses
-    """When the members that wait get the next text that says for what."""
+    """Knows when the members that wait get the next text that says for what."""
     _gather_until_s: float | None
-    """When the newcomers are taken in, all at one time; None: there is none. Means something in RUNNING, and is
-    None when that begins with a Start."""
+    """The time at which the newcomers are taken in, all together; None: there is none. Means something in RUNNING, and
+    is None when that begins with a Start."""
 
     # this event
     _now: float
@@ -392,7 +393,7 @@ class Coordinator:
         return authority.release(now, self._decide(now, event))
 
     def next_deadline(self) -> float | None:
-        """When the next Tick is due; None: never, the job is over or goes on elsewhere."""
+        """The time at which the next Tick is due; None: never, the job is over or goes on elsewhere."""
         if self.stepped_down:
             return None
         due_s = self._authority.due_s(self._now)
@@ -465,7 +466,7 @@ class Coordinator:
 
     @property
     def training_s(self) -> float:
-        """As in JobView."""
+        """Time in which the job has trained (s), as in JobView."""
         return self._monitor.training_s
 
     def job_s(self, now: float) -> float:
@@ -840,7 +841,7 @@ class Coordinator:
             self._lose(now, member, f"silent for more than {lease_s:g} s")
 
     def _short_lease_s(self) -> float:
-        """Of the workers' nodes, while their workers are known to be suspended without answers; inf: they are not."""
+        """The short lease of the workers' nodes, while workers are suspended without answers (s); inf: they are not."""
         world = self.world
         if world is None or self.phase not in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
             return inf
@@ -1310,7 +1311,7 @@ class Coordinator:
         return self._phase_since_s + self._drain_limit_s()
 
     def _drain_limit_s(self) -> float:
-        """How long the drain may take. A node that leaves limits it by itself."""
+        """Time that the drain may take (s). A node that leaves limits it by itself."""
         return self.limits.safe_point_s if self._draining().regroups else self.limits.drain_s
 
     def _advance_saving(self, now: float, world: World, drain: Draining) -> None:
@@ -1483,7 +1484,7 @@ class Coordinator:
         self._out.append(Conclude(outcome))
 
     def _end_of(self, node: NodeSpec) -> Outcome:
-        """How the job ended for a node that took no part in it."""
+        """The end of the job for a node that took no part in it."""
         assert self.outcome is not None
         return ended_without(self.outcome, self.job.run_id, self._versions.other_line(node))
 

@@ -33,7 +33,7 @@ class StepDown(Struct, frozen=True):
     reason: str
     term: int = 0
     address: str = ""
-    """Where the coordinator of that newer term is; empty: unknown."""
+    """The address of the coordinator of that newer term; empty: unknown."""
     port: int = 0
     aside: bool = False
     """There is no newer one yet: this node's voter lets the others stand first."""

@@ -25,7 +25,7 @@ FINAL = (EXIT_REQUEUE, EXIT_NO_PROGRESS)
 """Exit codes of workers that end the job."""
 FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 END_CHARACTERS_MAX = 200
-"""Of the text in `previous_end`."""
+"""Characters of the text in `previous_end`."""
 
 
 class Retry(Struct, frozen=True):
@@ -148,7 +148,7 @@ def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
 
 
 def previous_end(verdict: Verdict, *, charged: bool, hung: bool) -> str:
-    """How a generation ended, for the workers of the next one (train/snapshots/lives.py).
+    """Say how a generation ended, for the workers of the next one (train/snapshots/lives.py).
 
     `failed STEP TEXT`: by a fault of the training itself, at this step (0: unknown); `hung STEP`. Else `lost`: nodes
     were lost, came or left, or a process was killed from outside.
@@ -228,7 +228,7 @@ class Endings:
         self._judge = judge
         self._note = note
         self.before = ""
-        """For the workers of the next generation."""
+        """The end of the generation before, for the workers of the next one."""
 
     def stopped(self, now: float, world: World, incident: Incident) -> Restart | Outcome:
         """Decide, now that no worker of this world is alive any more."""

@@ -31,7 +31,7 @@ class Gathering(Struct, kw_only=True):
     began_s: float
     last_arrival_s: float
     quorum_s: float | None
-    """Since when at least min_nodes have been present; None: they are not."""
+    """The time since which at least min_nodes have been present; None: they are not."""
     not_before_s: float
     regroup: bool
     """A world existed before and enough of its nodes are left: do not wait for new nodes."""
@@ -223,7 +223,7 @@ def assigned(
 
 
 def offers(world: World) -> dict[str, tuple[HeldStates, ...]]:
-    """For each member that has no states in memory: all that have those of its ranks, of the last life of the job and
+    """Find, for each member that has no states in memory, all that have those of its ranks, of the job's last life and
     of as many ranks."""
     found: dict[str, tuple[HeldStates, ...]] = {}
     at: dict[int, list[HeldStates]] = {}

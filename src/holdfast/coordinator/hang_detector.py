@@ -40,7 +40,7 @@ from holdfast.protocol.rank_progress import Examine, Finding, HangKind, RankSamp
 from holdfast.text import listed
 
 LATE = 6
-"""Where the awaited rank may go on by itself, the time-out is this many times as long. With the default of 300 s these
+"""Factor of the time-out where the awaited rank may go on by itself. With the default of 300 s these
 are the 30 minutes after which torch's collectives give up."""
 LOOKS = 3
 """Samples of one examination, look_gap_s apart."""
@@ -68,7 +68,7 @@ class ReportHang(Struct, frozen=True):
     still_s: float
     """Time without a step of any rank."""
     files: dict[int, str]
-    """By rank: the file with its stacks, on its own node."""
+    """The file with the stacks of each rank, on its own node."""
 
 
 class HangOver(Struct, frozen=True):
@@ -108,14 +108,14 @@ class _Suspicion:
     looks: int = 0
     """Samples of the current examination."""
     began_s: float = 0.0
-    """When its first sample was asked for."""
+    """The time at which its first sample was asked for."""
     samples: dict[int, deque[RankSample]] = field(default_factory=dict)
     reach: tuple[str, ...] = ()
     signature: str = ""
     same_since_s: float = 0.0
     """No rank has moved since, as far as the samples show."""
     lively_s: float = -inf
-    """When something last showed that the awaited rank may go on by itself."""
+    """The time at which something last showed that the awaited rank may go on by itself."""
     reported: Finding | None = None
     still_reported_s: float = 0.0
     """The time without a step that was reported last."""
@@ -145,7 +145,7 @@ class HangDetector:
         return suspicion.reported if finding.kind is HangKind.MOVING else finding
 
     def due_s(self) -> float:
-        """When `advance` must run next."""
+        """The time at which `advance` must run next."""
         suspicion = self._suspicion
         if suspicion is not None:
             return inf if suspicion.looking else suspicion.next_look_s
@@ -244,8 +244,8 @@ class HangDetector:
         return orders
 
     def _due_s(self, finding: Finding, suspicion: _Suspicion) -> float:
-        """When the generation is ended. Signs of life come and go: the time-out counts from the newest one, up to LATE
-        times as long."""
+        """The time at which the generation is ended. Signs of life come and go: the time-out counts from the newest
+        one, up to LATE times as long."""
         latest_s = suspicion.same_since_s + LATE * self._limits.hang_timeout_s
         since_s = max(suspicion.same_since_s, suspicion.lively_s)
         return latest_s if finding.lively else min(latest_s, since_s + self._limits.hang_timeout_s)
@@ -283,7 +283,7 @@ class HangDetector:
         return inf if early else max(self._limits.pause_report_s, 2 * suspicion.still_reported_s)
 
     def _silence_s(self, finding: Finding) -> float:
-        """How long all ranks must stay in place before the finding is reported."""
+        """Time for which all ranks must stay in place before the finding is reported (s)."""
         limits = self._limits
         at_the_end_s = limits.hang_timeout_s or limits.pause_report_s
         if finding.kind is HangKind.PAUSED or finding.busy:

@@ -19,7 +19,8 @@ class Incident:
     """One loss, or several that came before the first of them had its verdict."""
 
     failures: list[Failure] = field(default_factory=list)
-    """In the order in which they were reported. The bare report of a failure is replaced by its evidence, in place."""
+    """The failures in the order in which they were reported. The bare report of a failure is replaced by its evidence,
+    in place."""
     unread: set[tuple[int, int]] = field(default_factory=set)
     """(Rank, process) of each of these failures whose evidence was not reported yet. Always a part of `failures`."""
     lost_nodes: list[str] = field(default_factory=list)

@@ -29,7 +29,7 @@ class Membership:
         self._host_backoff = host_backoff
         self.members: dict[str, Member] = {}
         self.pending: dict[int, PendingLink] = {}
-        """In the order in which they were opened. Changed by `open_link` and `close_link` only."""
+        """The links in the order in which they were opened. Changed by `open_link` and `close_link` only."""
         self._pending_of: Counter[str] = Counter()
         """Number of pending links by address."""
         self._by_link: dict[int, str] = {}
@@ -71,7 +71,7 @@ class Membership:
         return late
 
     def unjoined_due_s(self, but: Container[int]) -> float:
-        """When `late_links` will have another link."""
+        """The time at which `late_links` will have another link."""
         return next((due_s for _, due_s in self._unjoined(but)), inf)
 
     def _unjoined(self, but: Container[int]) -> Iterator[tuple[int, float]]:
@@ -118,7 +118,8 @@ class Membership:
             self.changed()
 
     def changed(self) -> None:
-        """Must be called when a member starts to leave, or when a host's back-off begins or ends."""
+        """Note that the candidates changed: called when a member starts to leave, or a host's back-off begins or
+        ends."""
         self._fresh_until_s = -inf
 
     def set_busy(self, member: Member, generation: int) -> None:
@@ -155,7 +156,7 @@ class Membership:
         return self._waiting
 
     def next_change_s(self, now: float) -> float:
-        """When the next host back-off ends; inf: no member is on host back-off."""
+        """The time at which the next host back-off ends; inf: no member is on host back-off."""
         self._refresh(now)
         return self._fresh_until_s
 
@@ -202,12 +203,12 @@ class Liveness:
     pardoned_s: float = 0.0
     """Silence before this time does not count."""
     next_expiry_s: float = inf
-    """When the first of the leases that `silent` saw last expires."""
+    """The time at which the first of the leases expires that `silent` saw last."""
 
     early_pardoned_s: float = 0.0
     """The same for members that `early` is asked for: a shorter pause of this process matters to their short lease."""
     next_early_s: float = inf
-    """When the first of the short leases expires that `early` saw last, and that had not expired then."""
+    """The time at which the first of the short leases expires that had not when `early` saw them last."""
 
     def next_look_s(self, short_lease_s: float = inf) -> float:
         look_s = self.looked_s + min(self.limits.lease_s, short_lease_s) / 4
@@ -253,7 +254,7 @@ class _Record:
     blames: int = 0
     exclusions: int = 0
     stay_s: float = 0.0
-    """How long an agent of this host must be a member before the others are regrouped for it."""
+    """Time for which an agent of this host must be a member before the others are regrouped for it (s)."""
     excluded_until_s: float = 0.0
 
 
@@ -269,14 +270,14 @@ class HostBackoff:
     """Grows with every change of a record."""
 
     def records(self, now: float) -> tuple[HostRecord, ...]:
-        """For a successor: the newest HOSTS_MAX hosts."""
+        """The newest HOSTS_MAX hosts, for a successor."""
         return tuple(
             HostRecord(host, r.strikes, r.blames, r.exclusions, r.stay_s, max(0.0, r.excluded_until_s - now))
             for host, r in list(self._records.items())[-HOSTS_MAX:]
         )
 
     def take_over(self, records: Iterable[HostRecord], now: float) -> None:
-        """From a coordinator before this one."""
+        """Take the hosts that a coordinator before this one knew."""
         for each in records:
             record = _Record(each.strikes, each.blames, each.exclusions, each.stay_s)
             record.excluded_until_s = now + each.excluded_s if each.excluded_s else 0.0

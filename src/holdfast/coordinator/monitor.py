@@ -36,7 +36,7 @@ SIGKILL = 9
 NOTICES_SAID_MAX = 3
 """Stragglers reported on the console at a time; the journal has all."""
 STACKS_AFTER_TIMEOUT_S = 2.0
-"""After the time-out of a collective the stop waits at most this long, until the stacks of the missing ranks have been
+"""Limit of the stop's wait after the time-out of a collective (s), until the stacks of the missing ranks have been
 collected and the other waiting ranks have reported."""
 EVIDENCE_S = 2.0
 """The stop waits at most this long for a failed worker's evidence, if that decides whether it waits longer."""
@@ -87,10 +87,10 @@ class Monitor:
         self._silent: set[str] = set()
         """Members that missed the end of a round: later rounds ask them but do not wait for them."""
         self._kept: EndGeneration | None = None
-        """How the generation will be ended once the evidence for the verdict is collected."""
+        """The end of the generation, which is ordered once the evidence for the verdict is collected."""
         self._kept_until_s = inf
         self._unread: EndGeneration | None = None
-        """How it will be ended unless the evidence of a failed worker requires something else."""
+        """The end that is ordered unless the evidence of a failed worker requires something else."""
         self._unread_until_s = inf
         self._out: list[Command | EndGeneration] = []
 
@@ -184,7 +184,7 @@ class Monitor:
     # ---------------------------------------------------------------- what follows
 
     def due_s(self) -> float:
-        """When `advance` must run next while a generation runs."""
+        """The time at which `advance` must run next while a generation runs."""
         if self._kept is not None:
             return self._kept_until_s
         if self._unread is not None:
@@ -196,7 +196,7 @@ class Monitor:
         return self._watch.due_s()
 
     def advance(self, now: float) -> list[Command | EndGeneration]:
-        """Must be called after each event while a generation runs."""
+        """Act on the newest state. It is called after each event while a generation runs."""
         if self._kept is not None:
             return self._advance_kept(now, self._kept)
         if self._unread is not None:

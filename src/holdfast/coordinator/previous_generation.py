@@ -24,7 +24,7 @@ class Spared(Struct, frozen=True):
 
     part: LedFrom
     reason: str
-    """Why it is lost, for the verdict."""
+    """The reason why it is lost, for the verdict."""
     text: str
     """The same, for the console."""
 

@@ -48,7 +48,7 @@ class Plan(Struct, frozen=True):
     text: str
     """What was lost or is new, for the console."""
     safe_point: int = 0
-    """Where the workers stop for it; 0: at once."""
+    """The safe point at which the workers stop for it; 0: at once."""
     fresh: tuple[int, ...] = ()
     """Ranks that take part for the first time."""
 
@@ -78,7 +78,7 @@ class Regrouping:
     settling: bool = False
     """The generation was formed of running workers, and not all of them are able to go on from it."""
     began_s: float = 0.0
-    """When that began."""
+    """The time at which that began."""
     past: dict[int, PastGeneration] = field(default_factory=dict)
     """Generations since the last one that was gathered, by number: the evidence of a failure may still arrive."""
     succeeded: Callable[[Collection[str]], bool] = lambda _: False
@@ -88,19 +88,19 @@ class Regrouping:
     arriving: set[str] = field(default_factory=set)
     """Members that join the running generation without a worker in it, and are not prepared yet."""
     plan: Plan | None = None
-    """How the newest generation was formed; None: it was gathered."""
+    """The plan by which the newest generation was formed; None: it was gathered."""
     _wanted: int = 0
-    """With --survive wait: the number of ranks without which the next generation is not started."""
+    """Number of ranks without which the next generation is not started, with --survive wait."""
     _attempts: int = 0
     """Generations formed of running workers since the last one that was started."""
     _rejoin_by_s: float = inf
-    """When all workers must have gone on in the newest generation."""
+    """The time at which all workers must have gone on in the newest generation."""
     _went_on: set[tuple[str, int]] = field(default_factory=set)
     """Those that have, by member and local rank."""
     _newcomers: set[str] = field(default_factory=set)
     """Members that have joined a running generation."""
     _used: bool = False
-    """In this generation or an earlier one all workers ran in `ht.survive`."""
+    """All workers ran in `ht.survive`, in this generation or an earlier one."""
     _lost_step: int = 0
     """The newest step, by the script's own count, in which a worker was lost."""
 
@@ -115,7 +115,7 @@ class Regrouping:
     # ---------------------------------------------------------------- a loss
 
     def without(self, now: float, world: World, phase: Phase, what: str) -> Plan | str:
-        """How the others go on without the ranks that were lost, or why they cannot. Empty: nobody expects them to."""
+        """Plan how the others go on without the lost ranks, or say why they cannot. Empty: nobody expects them to."""
         places = self._left(world, phase, ())
         if not any(places.values()):
             return ""
@@ -147,7 +147,7 @@ class Regrouping:
         }
 
     def _problem(self, world: World, phase: Phase, places: Mapping[str, tuple[int, ...]]) -> str:
-        """Why the workers at these places cannot go on alone. First match wins."""
+        """The reason why the workers at these places cannot go on alone. First match wins."""
         members = self.membership.members
         if own := self.incidents.newest.own_fault:
             return own
@@ -287,7 +287,7 @@ class Regrouping:
         return orders
 
     def due_s(self, world: World) -> float:
-        """For how long the start of the next generation may take."""
+        """Time that the start of the next generation may take (s)."""
         if self.waits(world) and world.all_prepared:
             return self.limits.join_s
         return self.limits.regroup_of(self.longest_step_s()) if self.cut else self.limits.safe_point_s
@@ -365,7 +365,7 @@ class Regrouping:
         return now >= self.replacements.join_at_s and world.all_able
 
     def at_safe_point(self, world: World, drain: Draining) -> Plan | None:
-        """How they join at the next safe point that all can reach. A worker in `ht.survive` reaches one after each
+        """Plan how they join at the next safe point that all can reach. A worker in `ht.survive` reaches one after each
         step; it may have reached none yet."""
         if not drain.regroups or not world.all_able:
             return None
@@ -402,12 +402,12 @@ class Regrouping:
         return enough and size > 0 and not self._problem(world, Phase.REGROUPING, places)
 
     def next_change_s(self, now: float, world: World) -> float:
-        """When replacements have to be ordered, or join, while a generation runs."""
+        """The time at which replacements have to be ordered, or join, while a generation runs."""
         joins_at_s = self.replacements.join_at_s if world.all_able else inf
         return min(self.replacements.order_at_s(now), joins_at_s, self._rejoin_by_s)
 
     def due_at_s(self, now: float, world: World, since_s: float) -> float:
-        """When `advance` has something to do unless an agent reports something before."""
+        """The time at which `advance` has something to do unless an agent reports something before."""
         order_at_s = self.replacements.order_at_s(now) if self.waits(world) else inf
         return min(since_s + self.due_s(world), order_at_s)
 

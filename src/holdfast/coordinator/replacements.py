@@ -35,9 +35,9 @@ class Replacements:
     gave_up: bool = False
     """The budget allows no more of them."""
     _ready_since_s: float = inf
-    """When the first one that takes no part yet was ready."""
+    """The time at which the first one that takes no part yet was ready."""
     _charged_s: float = -inf
-    """When one that failed was charged to the budget."""
+    """The time at which one that failed was charged to the budget."""
 
     def reset(self) -> None:
         self.missing.clear()
@@ -100,7 +100,7 @@ class Replacements:
         self._look_for_ready(now)
 
     def ready(self) -> dict[str, tuple[int, ...]]:
-        """By member, the local ranks of those that are ready."""
+        """The local ranks of those that are ready, by member."""
         return {name: tuple(n for n, each in own.items() if each.ready) for name, own in self.ordered.items()}
 
     def _each(self) -> Iterator[Ordered]:
@@ -114,11 +114,11 @@ class Replacements:
 
     @property
     def join_at_s(self) -> float:
-        """When those that are ready join; inf: none is. The others get a moment."""
+        """The time at which those that are ready join, which gives the others a moment; inf: none is."""
         return self._ready_since_s + (0.0 if all(each.ready for each in self._each()) else self.limits.gather_s)
 
     def order_at_s(self, now: float) -> float:
-        """When `order` has something to order; inf: nothing is missing."""
+        """The time at which `order` has something to order; inf: nothing is missing."""
         if not self.missing or self.gave_up:
             return inf
         return self.not_before_s if now < self.not_before_s else self.membership.next_change_s(now)

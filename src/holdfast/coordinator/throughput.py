@@ -45,14 +45,14 @@ class RankThroughput:
     host: str
     local_rank: int
     newest_s: float
-    """When its newest step or beat ended, by the coordinator's clock; before the first: when its generation began."""
+    """The end of its newest step or beat, by the coordinator's clock; before the first: the begin of its generation."""
     stage_since_s: float
     stage: Stage = Stage.STARTING
     steps: int = 0
     beats: int = 0
     own_s: float = 0.0
     job_step: int = 0
-    """As in RankProgress."""
+    """The step of the whole job, as in RankProgress."""
     pid: int = 0
     window_steps_s: array[float] | None = None
     """Seconds per step in each of the last WINDOWS_MAX windows, oldest first. Arrays, made for the first window: a job
@@ -103,7 +103,7 @@ class RankThroughput:
         return median(self.window_owns_s) if self.window_owns_s else self._rough()[1]
 
     def _rough(self) -> tuple[float, float]:
-        """Before the end of the first window."""
+        """A first estimate, used before the end of the first window."""
         begins = (mark for mark in (self._from, self._first) if mark is not None and mark.steps < self.steps)
         return next((mark.per_step(self.mark) for mark in begins), (0.0, 0.0))
 
@@ -129,20 +129,20 @@ class Throughput:
         count as training."""
         self.ranks: list[RankThroughput] = []
         self._by_member: dict[str, dict[int, RankThroughput]] = {}
-        """By local rank."""
+        """The ranks of each member, by local rank."""
         self._began_s = began_s
         self._gap_s_max = gap_s_max
         self.newest_s: float | None = None
-        """When the newest step of any rank after its warm-up ended; None: all ranks warm up."""
+        """The end of the newest step of any rank after its warm-up; None: all ranks warm up."""
         self.warm_up_newest_s = began_s
-        """When the newest warm-up step or beat of any rank ended."""
+        """The end of the newest warm-up step or beat of any rank."""
         self.stage_newest_s = began_s
-        """When a rank last reached a new stage."""
+        """The time at which a rank last reached a new stage."""
         self.training_s = 0.0
         self.job = RankThroughput(0, "", "", 0, began_s, began_s)
         """The whole job, in steps as the script counts them over all restarts."""
         self.job_steps = 0
-        """How many of them it will have; 0: unknown."""
+        """Number of steps that the job will have; 0: unknown."""
         self.longest_step_s = 0.0
         """The longest step of a rank, without its first one."""
         self.in_stage: dict[Stage, int] = dict.fromkeys(Stage, 0)

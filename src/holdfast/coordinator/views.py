@@ -106,7 +106,7 @@ def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: s
 
 
 def _places(hang: Finding | None) -> dict[int, tuple[Standing, str]]:
-    """By rank: its state in this hang, and its place in words."""
+    """The state of each rank in this hang, and its place in words."""
     found: dict[int, tuple[Standing, str]] = {}
     if hang is None:
         return found

@@ -13,7 +13,7 @@ from holdfast.protocol.rank_progress import Finding, RankStory
 from holdfast.text import is_loopback, listed
 
 LEFT_MAX = 8
-"""Of this many workers that ended with 0 the details are kept: as many as a verdict names."""
+"""Number of workers that ended with 0 whose details are kept: as many as a verdict names."""
 
 
 class Phase(Enum):
@@ -41,17 +41,17 @@ class Member:
     joined_s: float
     last_heard_s: float
     leaving: str = ""
-    """Why it leaves; empty while it does not."""
+    """The reason why it leaves; empty while it does not."""
     port: int = 0
-    """Where the agent listens; 0: it does not."""
+    """The port on which the agent listens; 0: it does not."""
     suspend_s: float = 0.0
-    """As in Joined, for an agent that suspends its workers; else 0."""
+    """The time after which this agent suspends its workers without an answer (s), as in Joined; 0: it does not."""
     suspends: bool = False
     """It has reported on this link that its workers are able to go on: it goes by `suspend_s`."""
     busy_generation: int = 0
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
-    """When its first workers were started."""
+    """The time at which its first workers were started."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Member:
 
     @property
     def began_s(self) -> float:
-        """When its part in the job began: when its first workers were started, else when it joined."""
+        """The begin of its part in the job: the start of its first workers, else the time at which it joined."""
         return self.joined_s if self.first_started_s is None else self.first_started_s
 
 
@@ -85,7 +85,7 @@ class Draining:
     newest: int = 0
     """The newest safe point that any worker has reached; 0: none has asked for one."""
     safe_point: int | None = None
-    """Where all workers stop; None: not decided yet."""
+    """The safe point at which all workers stop; None: not decided yet."""
     regroups: bool = False
     """If they can, the workers do not end there: they form the next generation with new ones, or without a node that
     leaves."""
@@ -116,17 +116,17 @@ class World:
     prepared: set[str] = field(default_factory=set)
     store_port: int | None = None
     states: dict[str, HeldStates] = field(default_factory=dict)
-    """By member, when it was prepared."""
+    """The states that each member had in memory when it was prepared."""
     done: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that ended with 0, by member."""
     left: list[Failure] = field(default_factory=list)
-    """How the first LEFT_MAX of these ended."""
+    """The details of the first LEFT_MAX of these."""
     done_count: int = 0
     """The number of ranks in `done`."""
     started_s: float | None = None
     """None: Start was not sent."""
     undisturbed_s: float | None = None
-    """Since when no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
+    """The time since which no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
     stepped: bool = False
     """A rank has reported that it made a step."""
     able: dict[str, set[int]] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class World:
     gone: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that failed, by member. Never empty sets: `all_able` asks whether there is one."""
     master: tuple[str, int] = ("", 0)
-    """As in Start; port 0: it was not sent by this coordinator."""
+    """MASTER_ADDR and MASTER_PORT, as in Start; port 0: this coordinator has not sent them."""
     drain: Draining | None = None
     """Set by a drain, and not taken back unless the workers are let go."""
     stop_reason: StopReason | None = None
@@ -150,7 +150,7 @@ class World:
     hung: Failure | None = None
     """The worker that caused the hang."""
     survivors: tuple[RankStory, ...] = ()
-    """Where the other ranks were after a time-out, before they were stopped."""
+    """The places of the other ranks after a time-out, before they were stopped."""
 
     def __post_init__(self) -> None:
         self.size = sum(len(places) for places in self.places.values())
@@ -200,7 +200,7 @@ class World:
         self.prepared.discard(member)
 
     def lived_s(self, until_s: float) -> float:
-        """For how long its workers ran, those of the generations without a loss before it included."""
+        """Time for which its workers ran, generations without a loss before it included (s)."""
         since_s = self.started_s if self.undisturbed_s is None else self.undisturbed_s
         return 0.0 if since_s is None else until_s - since_s
 
@@ -244,7 +244,7 @@ class Formation:
 
     world: World
     places: Mapping[str, Assign]
-    """By member."""
+    """The place of each member."""
 
 
 def is_local(address: str) -> bool:
