@@ -183,6 +183,8 @@ def _wait_for_ends(pids: Collection[int], limit_s: float) -> None:
 def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 10.0) -> list[int]:
     """SIGKILL everything below `root` except `spare`, until nothing is left; blocks.
 
+    `root` must be a subreaper. Below another process, a child whose parent is killed first gets a parent outside of the
+    tree, and is not found any more.
     When `root` is the caller, its dead children are reaped too. Returns the processes still alive after `limit_s`
     (stuck in the kernel), usually none.
     """
