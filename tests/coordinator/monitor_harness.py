@@ -9,7 +9,6 @@ from math import inf
 from msgspec import structs
 
 from holdfast.coordinator.hang_detector import EndHung, HangDetector, LookNow, Order, ReportHang
-from holdfast.coordinator.throughput import Throughput
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.rank_progress import (
     Finding,
@@ -21,6 +20,7 @@ from holdfast.protocol.rank_progress import (
     RankStory,
     Stage,
 )
+from holdfast.protocol.throughput import Throughput
 
 HUNG = Finding(
     kind=HangKind.HUNG,

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.coordinator.complaints import AGREED_S, REASON_S
-from holdfast.coordinator.monitor import EVIDENCE_S, STACKS_AFTER_TIMEOUT_S
+from holdfast.coordinator.stop_delay import EVIDENCE_S, PLACES_S
 from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.errors import EXIT_HUNG
@@ -261,7 +261,7 @@ def test_the_survivors_of_a_wait_in_vain_are_looked_at_before_they_are_stopped()
     harness.say(1, msg.Looked(1, looks(harness, 1)[-1].number, ()))
     answer(harness, 2, "sleep")
     assert stops(harness) == []
-    harness.wait(STACKS_AFTER_TIMEOUT_S + 0.1)
+    harness.wait(PLACES_S + 0.1)
     assert [stop.reason for stop in stops(harness)] == [msg.StopReason.WORKER_FAILED]
     harness.both_say(msg.Stopped(1))
     (story,) = judged[0].survivors
@@ -283,7 +283,7 @@ def test_a_survivor_that_waits_in_vain_too_may_say_so() -> None:
 def test_those_that_do_not_answer_are_stopped_all_the_same() -> None:
     harness = training()
     times_out(harness, 1)
-    harness.wait(STACKS_AFTER_TIMEOUT_S + 0.1)
+    harness.wait(PLACES_S + 0.1)
     assert len(stops(harness)) == 1
 
 
@@ -340,7 +340,7 @@ def test_evidence_of_a_wait_in_vain_keeps_the_others_for_their_stacks() -> None:
     times_out(harness, 1)
     assert len(looks(harness, 2)) == 1
     assert stops(harness) == []
-    harness.wait(STACKS_AFTER_TIMEOUT_S + 0.1)
+    harness.wait(PLACES_S + 0.1)
     assert len(stops(harness)) == 1
 
 

@@ -49,6 +49,8 @@ from holdfast.coordinator.monitor import Monitor, cannot_tell
 from holdfast.coordinator.previous_generation import PreviousGeneration
 from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.coordinator.replacements import Replacements
+from holdfast.coordinator.stop_delay import StopDelay
+from holdfast.coordinator.training import Training
 from holdfast.coordinator.views import job_view
 from holdfast.coordinator.world import Draining, Formation, Member, PendingLink, Phase, World, master_address, names
 from holdfast.protocol.charter import Charter
@@ -67,6 +69,7 @@ from holdfast.protocol.extension import (
     SafePointRefused,
     SaveAtSafePoint,
     SendAway,
+    StopDelayed,
     ToCore,
 )
 from holdfast.protocol.messages import (
@@ -106,7 +109,7 @@ from holdfast.protocol.messages import (
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.protocol.outcome import Outcome, OutcomeKind
+from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
 from holdfast.protocol.policy import Grow, HeldStates, JobSpec, Limits, NodeSpec, Note, Pauses
 from holdfast.protocol.rank_progress import Examine, JobView
 from holdfast.protocol.train_contract import Survive
@@ -275,8 +278,12 @@ class Coordinator:
     """The restarts that were charged. `used` never exceeds the job's `max_restarts`."""
     _endings: Endings
     """What follows from a generation that has ended: a restart, or the outcome."""
+    _training: Training
+    """How far the workers of the newest generation are that was started, and the training time of all of them."""
+    _stop_delay: StopDelay
+    """The wait for the cause of a failure. No stop waits in any phase but RUNNING."""
     _monitor: Monitor
-    """Progress, hangs and failures of the running generation. At rest in every phase but RUNNING."""
+    """Hangs and stragglers of the running generation. At rest in every phase but RUNNING."""
     _regrouping: Regrouping
     """The rules by which running workers form the next generation. Reset when all workers are stopped (GATHERING)."""
 
@@ -339,10 +346,12 @@ class Coordinator:
         self._job_began_s = now
         self.budget = Budget(job.max_restarts, limits)
         self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
-        self._monitor = Monitor(limits, self._membership.members, self._incidents, examine)
+        self._training = Training(limits, self._membership.members)
+        self._stop_delay = StopDelay(self._incidents, lambda now: self._monitor.observed(now))  # noqa: PLW0108 - it is made below
+        self._monitor = Monitor(limits, self._membership.members, self._training, examine)
         replacements = Replacements(limits, self.budget, self._membership)
         self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements, self._incidents)
-        self._regrouping.longest_step_s = lambda: self._monitor.longest_step_s
+        self._regrouping.longest_step_s = lambda: self._training.longest_step_s
         self._regrouping.succeeded = authority.succeeds_without
         self.gathering = Gathering.begin(now)
         self._reason = ""
@@ -467,7 +476,7 @@ class Coordinator:
     @property
     def training_s(self) -> float:
         """Time in which the job has trained (s), as in JobView."""
-        return self._monitor.training_s
+        return self._training.training_s
 
     def job_s(self, now: float) -> float:
         """Age of the job."""
@@ -475,6 +484,7 @@ class Coordinator:
 
     def view(self, now: float) -> JobView:
         """The state of the job for users. The cost grows with the number of ranks."""
+        hang = self._monitor.hang(now)
         view = job_view(
             now,
             job=self.job,
@@ -486,7 +496,9 @@ class Coordinator:
             job_s=self.job_s(now),
             why=self._why,
             membership=self._membership,
-            monitor=self._monitor,
+            training=self._training,
+            hang=hang,
+            notices=self._monitor.notices(hang),
         )
         return self._extensions.shown_in(view, now)
 
@@ -518,6 +530,9 @@ class Coordinator:
             return
         self._advance_members(now)
         if self.phase is Phase.RUNNING:
+            end = self._stop_delay.advance(now, self._world())
+            self._follow(now, [end] if end is not None else ())
+        if self.phase is Phase.RUNNING:
             self._follow(now, self._monitor.advance(now))
         before = None
         while before is not self.phase:
@@ -545,6 +560,7 @@ class Coordinator:
         if phase not in PHASES[self.phase].to:
             raise AssertionError(f"no transition {self.phase} -> {phase}")
         if self.phase is Phase.RUNNING:
+            self._stop_delay.clear()
             self._monitor.rest()
         self.phase = phase
         self._phase_since_s = now
@@ -554,7 +570,7 @@ class Coordinator:
         """Carry out what a part returned."""
         for order in orders:
             if isinstance(order, EndGeneration):
-                self._stop(now, order.reason, order.text)
+                self._stop(now, order.reason, order.text, order.culprit)
             elif isinstance(order, Plan):
                 self._regroup(now, order)
             else:
@@ -601,7 +617,7 @@ class Coordinator:
         phase as it was."""
         if isinstance(event, Heard) and isinstance(event.message, Ping | Progress):
             if self.phase is Phase.RUNNING:
-                self._due_s = min(self._due_s, self._monitor.due_s())
+                self._due_s = min(self._due_s, self._stop_delay.due_s(), self._monitor.due_s())
             return True
         if isinstance(event, Heard) and isinstance(event.message, Extended):
             due_s = self._extensions.due_s()
@@ -693,12 +709,13 @@ class Coordinator:
                 crossed = self.phase is Phase.REGROUPING and generation in self._regrouping.past
                 if (crossed or generation == self.generation) and self._at_work():
                     self._world().mark_done(member.name, local_rank, left)
-                    self._monitor.rank_done(now, member, local_rank)
+                    self._training.rank_done(now, member.name, local_rank)
                     self._forgo_answer(member)
             case Progress(generation):
                 if generation == self.generation and self.phase in (Phase.RUNNING, Phase.DRAINING):
                     self._world().stepped |= any(each.steps for each in message.ranks)
-                    self._follow(now, self._monitor.progress(now, member, message))
+                    if self._training.progress(now, member.name, message):
+                        self._follow(now, self._monitor.progressed(now, member.name))
             case Looked(generation):
                 if generation == self.generation:
                     self._monitor.looked(member, message)
@@ -923,7 +940,7 @@ class Coordinator:
         if charter is not None:
             self._inherit(now, charter)
             self._job_began_s = now - before.job_s
-            self._monitor.take_over(before.training_s)
+            self._training.take_over(before.training_s)
             self.job_uid = charter.job_uid
         if before.generation:
             self.previous.generation = before.generation
@@ -977,6 +994,7 @@ class Coordinator:
             if name in self.members:  # else it ended with the coordinator
                 self.members[name].first_started_s = now
                 self._tell(self.members[name], Resume(world.generation))
+        self._training.begin(world)
         self._monitor.begin(world)
         self._out += self._regrouping.started(now, world)
         self.previous.parts.clear()
@@ -1130,6 +1148,7 @@ class Coordinator:
         world.master = self._fixed_master or (master_address(members), world.store_port)
         self._gather_until_s = None
         self._enter(now, Phase.RUNNING)
+        self._training.begin(world)
         self._monitor.begin(world)
         offered = {} if regrouped else offers(world)  # workers that go on have their states
         for member in members:
@@ -1174,7 +1193,9 @@ class Coordinator:
             self._take_in(now, world)
 
     def _running_due_s(self) -> float:
-        due_s = min(self._monitor.due_s(), self._regrouping.next_change_s(self._now, self._world()))
+        due_s = min(
+            self._stop_delay.due_s(), self._monitor.due_s(), self._regrouping.next_change_s(self._now, self._world())
+        )
         if self._gather_until_s is not None:
             return min(due_s, self._gather_until_s)
         return min(due_s, self._membership.next_change_s(self._now)) if self._has_room() else due_s
@@ -1242,11 +1263,18 @@ class Coordinator:
                 return
             text += refused
         if self.phase is Phase.RUNNING:
-            orders = self._monitor.failed(now, failures, text, evidence_follows=message.evidence_follows)
-            self._follow(now, orders)
+            self._delay_stop(now, failures, text, evidence_follows=message.evidence_follows)
             return
         # What a worker ends with after the agreed safe point is free (test_coordinator_rules.py).
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
+
+    def _delay_stop(self, now: float, failures: Sequence[Failure], text: str, *, evidence_follows: bool) -> None:
+        """Stop the others now, or wait until the cause is known."""
+        order = self._stop_delay.failed(now, self._world(), failures, text, evidence_follows=evidence_follows)
+        if isinstance(order, StopDelayed):
+            self._follow(now, self._monitor.stop_delayed(now, order))
+            order = self._stop_delay.told(now)
+        self._follow(now, [order] if order is not None else ())
 
     def _on_store_lost(self, now: float, text: str) -> None:
         """Workers that can go on after a loss can go on with another store."""
@@ -1363,6 +1391,7 @@ class Coordinator:
     def _regroup(self, now: float, plan: Plan) -> None:
         """Form the next generation of workers that are already running."""
         before = self._world()
+        before.hang = self._monitor.observed(now).hang
         self.generation = max(self.generation, self.previous.generation) + 1
         world = self.world = self._regrouping.form(now, self.generation, plan, before)
         self._enter(now, Phase.REGROUPING)
@@ -1406,15 +1435,16 @@ class Coordinator:
 
     # ---------------------------------------------------------------- STOPPING
 
-    def _stop(self, now: float, reason: StopReason, text: str) -> None:
-        """Start to end the running generation."""
+    def _stop(self, now: float, reason: StopReason, text: str, culprit: Failure | None = None) -> None:
+        """Start to end the running generation. `culprit`: the worker for which it is ended."""
         world = self._world()
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
+        world.hang, world.hung = self._monitor.observed(now).hang, culprit
         announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
-        hung = world.hung.rank if world.hung is not None and reason is StopReason.HUNG else None
+        hung = culprit.rank if culprit is not None else None
         for member in [self.members[name] for name in world.order if name in self.members]:
             place = announced.places[member.name] if announced is not None else None
             self._tell(member, Stop(world.generation, reason, text, place, hung))
@@ -1516,9 +1546,9 @@ class Coordinator:
             case Announce(text):
                 if self.world is not None:
                     self._tell_world(self.world, Notice(text))
-            case EndGeneration(reason, text):
+            case EndGeneration(reason, text, culprit):
                 if self._at_work():
-                    self._stop(now, reason, text)
+                    self._stop(now, reason, text, culprit)
             case SaveAtSafePoint(by):
                 if self.phase is Phase.RUNNING:
                     self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)

@@ -34,9 +34,9 @@ from math import inf
 
 from msgspec import Struct, structs
 
-from holdfast.coordinator.throughput import GROUPING, RankThroughput, Throughput
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.rank_progress import Examine, Finding, HangKind, RankSample, RankStory, Stage
+from holdfast.protocol.throughput import GROUPING, RankThroughput, Throughput
 from holdfast.text import listed
 
 LATE = 6

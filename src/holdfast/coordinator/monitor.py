@@ -1,8 +1,7 @@
-"""Monitors the running generation: throughput, stragglers, hangs, and the sample rounds that collect the stacks of all
-workers.
+"""Monitors the running generation: stragglers, hangs, and the sample rounds that collect the stacks of all workers.
 
 The coordinator owns it, passes events to it and carries out the commands it returns. Only one of them changes the state
-of the job: `EndGeneration`. What the verdict needs is stored in the World.
+of the job: `EndGeneration`. What the verdict needs is returned by `observed`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from holdfast.coordinator.complaints import awaited_s, may_be_consequence, timed_out
 from holdfast.coordinator.coordinator_commands import Command, Tell
 from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang, ReportStill
-from holdfast.coordinator.incident import Incidents
 from holdfast.coordinator.stragglers import Straggler, Stragglers
-from holdfast.coordinator.throughput import Throughput, of_world
+from holdfast.coordinator.training import Training
 from holdfast.coordinator.world import Member, World
-from holdfast.protocol.extension import EndGeneration
-from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, Progress, StopReason
+from holdfast.protocol.extension import EndGeneration, Observed, StopDelayed
+from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, StopReason
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Limits, Note
 from holdfast.protocol.rank_progress import (
@@ -31,15 +28,11 @@ from holdfast.protocol.rank_progress import (
     Stage,
     stack_text,
 )
+from holdfast.protocol.throughput import Throughput
 
 SIGKILL = 9
 NOTICES_SAID_MAX = 3
 """Stragglers reported on the console at a time; the journal has all."""
-STACKS_AFTER_TIMEOUT_S = 2.0
-"""Limit of the stop's wait after the time-out of a collective (s), until the stacks of the missing ranks have been
-collected and the other waiting ranks have reported."""
-EVIDENCE_S = 2.0
-"""The stop waits at most this long for a failed worker's evidence, if that decides whether it waits longer."""
 
 
 def cannot_tell(stories: object) -> Finding:  # noqa: ARG001 - it takes the place of a function that looks at them
@@ -64,59 +57,48 @@ class SampleRound:
 class Monitor:
     """Monitors one generation after the other. Methods that take an event return the commands that follow."""
 
-    def __init__(self, limits: Limits, members: Mapping[str, Member], incidents: Incidents, examine: Examine) -> None:
+    def __init__(self, limits: Limits, members: Mapping[str, Member], training: Training, examine: Examine) -> None:
         """`members`: the coordinator's live table of members by name."""
-        self._incidents = incidents
         self._limits = limits
         self._members = members
+        self._training = training
         self._examine = examine
         self._at_work: World | None = None
         """The newest world that was started."""
-        self._throughput: Throughput | None = None
-        """Throughput of that world; made when it is first needed."""
         self._watch: HangDetector | None = None
         """None: no generation is monitored."""
         self._stragglers = Stragglers(limits.straggler_window_s)
-        self._trained_s = 0.0
-        """Training time of the generations that ended."""
-        self._longest_step_s = 0.0
-        """The longest step of these."""
+        self._hang: Finding | None = None
+        """The hang that was found in that world, while nothing has moved since."""
         self._looks = 0
         self._round: SampleRound | None = None
         """The current round."""
         self._silent: set[str] = set()
         """Members that missed the end of a round: later rounds ask them but do not wait for them."""
-        self._kept: EndGeneration | None = None
-        """The end of the generation, which is ordered once the evidence for the verdict is collected."""
-        self._kept_until_s = inf
-        self._unread: EndGeneration | None = None
-        """The end that is ordered unless the evidence of a failed worker requires something else."""
-        self._unread_until_s = inf
+        self._delayed: StopDelayed | None = None
+        """Workers have failed, and the others are about to be stopped."""
+        self._done = 0
+        """Number of ranks that had ended with 0 when the stragglers were last compared."""
         self._out: list[Command | EndGeneration] = []
 
     # ---------------------------------------------------------------- events
 
     def begin(self, world: World) -> None:
         """Start to monitor this world: its workers were started."""
-        self._trained_s, self._longest_step_s = self.training_s, self.longest_step_s
-        self._at_work, self._throughput = world, None
-
-    def take_over(self, training_s: float) -> None:
-        """Continue after another coordinator."""
-        self._trained_s = training_s
+        self._at_work, self._hang, self._done = world, None, 0
+        self._stragglers = Stragglers(self._limits.straggler_window_s)
 
     def rest(self) -> None:
         """Stop looking for hangs: the generation drains, is stopped or is over."""
-        self._watch = self._round = self._kept = self._unread = None
-        self._unread_until_s = inf
+        self._watch = self._round = self._delayed = None
 
-    def progress(self, now: float, member: Member, message: Progress) -> list[Command | EndGeneration]:
-        """An agent reports how far its workers are."""
-        throughput = self._measured()
-        throughput.follow_job(now, member.name, message)
-        if not throughput.heard(member.name, message.ranks, now):
-            return []
-        for pace in throughput.of_member(member.name):
+    def progressed(self, now: float, member: str) -> list[Command | EndGeneration]:
+        """A worker of this node made a step, or reached a new stage."""
+        throughput = self._throughput()
+        if throughput.in_stage[Stage.DONE] > self._done:
+            self._done = throughput.in_stage[Stage.DONE]
+            self._stragglers.forget_done()
+        for pace in throughput.of_member(member):
             if pace.stage is not Stage.DONE:
                 self._stragglers.heard(pace)
         if self._watch is not None:
@@ -126,18 +108,12 @@ class Monitor:
             self._report_stragglers(news)
         return self._taken()
 
-    def rank_done(self, now: float, member: Member, local_rank: int) -> None:
-        pace = self._throughput.of(member.name, local_rank) if self._throughput is not None else None
-        if self._throughput is not None and pace is not None:
-            self._throughput.enter(pace, Stage.DONE, now)
-            self._stragglers.ended(pace.rank)
-
     def looked(self, member: Member, message: Looked) -> None:
         """An agent has sent the stacks of its workers."""
         asked = self._round
         if asked is None or asked.number != message.number:
             return
-        throughput = self._measured()
+        throughput = self._throughput()
         asked.awaited.discard(member.name)
         self._silent.discard(member.name)
         asked.reach += message.reach
@@ -146,50 +122,19 @@ class Monitor:
             if pace is not None:
                 asked.samples[pace.rank] = sample
 
-    def failed(
-        self, now: float, failures: Sequence[Failure], text: str, *, evidence_follows: bool
-    ) -> list[Command | EndGeneration]:
-        """Workers have failed. End the generation now, or shortly later if these failures may be consequences: of a
-        missing rank, whose stacks are collected first, or of a rank that may still report why. If only the evidence can
-        tell, wait for it."""
-        end = EndGeneration(StopReason.WORKER_FAILED, text)
-        world = self._world()
-        if evidence_follows:
-            if world.size == 1 or not all(map(may_be_consequence, failures)):
-                return [end]
-            self._unread, self._unread_until_s = self._unread or end, min(self._unread_until_s, now + EVIDENCE_S)
-            return []
-        self._unread, self._unread_until_s = None, inf
-        in_vain = timed_out(failures)
-        new = {failure.rank for failure in failures}
-        incident = self._incidents.newest
-        known = [each for each in incident.failures if (each.rank, each.pid) not in incident.unread]
-        read = [each for each in known if each.rank not in new]
-        wait_s = awaited_s(failures, read)
-        if not in_vain and (world.done_count or not wait_s or world.size == 1):
-            return [end]
-        if self._kept is not None and (self._round is not None or not in_vain):
-            return []
-        if world.hang is not None:
-            return [end]  # the culprit is known
-        if in_vain:
-            self._look(now, store=False)
-            if self._round is None or not self._round.awaited:
-                return [*self._taken(), end]
-        else:
-            self._round = None
-        self._kept, self._kept_until_s = end, now + (STACKS_AFTER_TIMEOUT_S if in_vain else wait_s)
+    def stop_delayed(self, now: float, event: StopDelayed) -> list[Command | EndGeneration]:
+        """Workers have failed, and the others are stopped soon. No hang is looked for any more."""
+        if self._delayed is None or not self._delayed.seeks_places:
+            self._delayed, self._round = event, None
+            if event.seeks_places:
+                self._look(now, store=False)
         return self._taken()
 
     # ---------------------------------------------------------------- what follows
 
     def due_s(self) -> float:
         """The time at which `advance` must run next while a generation runs."""
-        if self._kept is not None:
-            return self._kept_until_s
-        if self._unread is not None:
-            return self._unread_until_s
-        if self._watch is None:
+        if self._delayed is not None or self._watch is None:
             return inf
         if self._round is not None:
             return self._round.asked_s + self._limits.look_wait_s
@@ -197,48 +142,32 @@ class Monitor:
 
     def advance(self, now: float) -> list[Command | EndGeneration]:
         """Act on the newest state. It is called after each event while a generation runs."""
-        if self._kept is not None:
-            return self._advance_kept(now, self._kept)
-        if self._unread is not None:
-            return [self._unread] if now >= self._unread_until_s else []
+        if self._delayed is not None:
+            return []
         if self._watch is None:
-            self._watch = HangDetector(self._limits, self._measured(), self._examined)
+            self._watch = HangDetector(self._limits, self._throughput(), self._examined)
         asked = self._round
         if asked is not None and (not asked.awaited or now >= asked.asked_s + self._limits.look_wait_s):
             self._close_round(now, asked, self._watch)
         self._follow(now, self._watch.advance(now))
         return self._taken()
 
-    def _advance_kept(self, now: float, end: EndGeneration) -> list[Command | EndGeneration]:
-        asked, world = self._round, self._world()
-        awaited = asked is not None and asked.awaited & self._members.keys()
-        may_report = not world.done_count and len(self._incidents.newest.failures) < world.size
-        if now < self._kept_until_s and (awaited or may_report):
-            return []
-        if asked is not None:
-            reported = {failure.rank for failure in self._incidents.newest.failures}
-            world.survivors = tuple(
-                RankStory(pace.rank, pace.host, pace.local_rank, now - pace.newest_s, (asked.samples[pace.rank],))
-                for pace in self._measured().ranks
-                if pace.rank in asked.samples and pace.rank not in reported
-            )
-        self._kept = self._round = None
-        return [end]
+    def observed(self, now: float) -> Observed:
+        """What the verdict needs, if the generation ends now."""
+        asked = self._round
+        if asked is None or self._delayed is None or not self._delayed.seeks_places:
+            return Observed(self._hang)
+        places = tuple(
+            RankStory(pace.rank, pace.host, pace.local_rank, now - pace.newest_s, (asked.samples[pace.rank],))
+            for pace in self._throughput().ranks
+            if pace.rank in asked.samples
+        )
+        return Observed(self._hang, places, complete=not asked.awaited & self._members.keys())
 
-    def _measured(self) -> Throughput:
-        if self._throughput is None:
-            world = self._world()
-            assert world.started_s is not None
-            hosts = {name: self._members[name].node.host for name in world.order if name in self._members}
-            nodes = of_world(world.order, world.places, hosts)
-            self._throughput = Throughput(nodes, world.started_s, self._limits.slow_report_s)
-            self._stragglers = Stragglers(self._limits.straggler_window_s)
-            for name, done in world.done.items():
-                for local_rank in done:
-                    pace = self._throughput.of(name, local_rank)
-                    if pace is not None:
-                        self._throughput.enter(pace, Stage.DONE, world.started_s)
-        return self._throughput
+    def _throughput(self) -> Throughput:
+        throughput = self._training.throughput
+        assert throughput is not None
+        return throughput
 
     def _examined(self, stories: Sequence[RankStory]) -> Finding:
         """The finding of `examine`, which is a parameter: an error in it goes to the journal and ends no job."""
@@ -275,24 +204,24 @@ class Monitor:
             case ReportHang():
                 self._report_hang(world, order)
             case HangOver(_, still_s):
-                world.hang = None
+                self._hang = None
                 self._tell_world(world, Notice(f"the job goes on after {still_s:.0f} s without a step"))
                 self._note("hang_over", generation=world.generation, still_s=round(still_s, 3))
             case ReportStill(text, still_s):
                 self._tell_world(world, Notice(text))
                 self._note("no_step", generation=world.generation, text=text, still_s=round(still_s, 3))
             case EndHung(finding, text, culprit):
-                world.hang = finding
-                lived_s = now - (world.started_s or now)
-                world.hung = _failure_of(culprit, finding, lived_s) if culprit is not None else None
-                self._out.append(EndGeneration(StopReason.HUNG, text))
+                self._hang = finding
+                lived_s = now - self._throughput().began_s
+                failure = _failure_of(culprit, finding, lived_s) if culprit is not None else None
+                self._out.append(EndGeneration(StopReason.HUNG, text, failure))
             case None:
                 pass
 
     # ---------------------------------------------------------------- reports
 
     def _report_hang(self, world: World, report: ReportHang) -> None:
-        finding = world.hang = report.finding
+        finding = self._hang = report.finding
         self._tell_world(world, Notice(report.text))
         self._note(
             "hang",
@@ -322,21 +251,6 @@ class Monitor:
         more = len(news) - NOTICES_SAID_MAX
         lines = [each.text for each in news[:NOTICES_SAID_MAX]] + ([f"and {more} more"] if more > 0 else [])
         self._tell_world(world, Notice("\n".join(lines)))
-
-    @property
-    def throughput(self) -> Throughput | None:
-        """Throughput of the newest world that was started; None: nothing was reported yet."""
-        return self._throughput
-
-    @property
-    def training_s(self) -> float:
-        """Total time in which a generation was making steps."""
-        return self._trained_s + (self._throughput.training_s if self._throughput is not None else 0.0)
-
-    @property
-    def longest_step_s(self) -> float:
-        """The longest step of any rank so far, without the first ones of a generation; 0: unknown."""
-        return max(self._longest_step_s, self._throughput.longest_step_s if self._throughput is not None else 0.0)
 
     def hang(self, now: float) -> Finding | None:
         """The hang that was reported and is not over."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from holdfast.coordinator.throughput import Mark, RankThroughput
+from holdfast.protocol.rank_progress import Stage
+from holdfast.protocol.throughput import Mark, RankThroughput
 
 FACTOR = 1.5
 STEPS_MIN = 20
@@ -97,9 +98,11 @@ class Stragglers:
             course.step_s, course.own_s = since.per_step(course.since)
             self._open.discard(pace.rank)
 
-    def ended(self, rank: int) -> None:
-        self._courses.pop(rank, None)
-        self._open.discard(rank)
+    def forget_done(self) -> None:
+        """Leave out the ranks that have ended with 0: they close no window any more."""
+        for rank in [rank for rank, course in self._courses.items() if course.pace.stage is Stage.DONE]:
+            del self._courses[rank]
+            self._open.discard(rank)
 
     def news(self) -> list[Straggler]:
         """Compare the ranks if each of them has closed a window since the last comparison."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from holdfast.coordinator.membership import Membership
-from holdfast.coordinator.monitor import Monitor
-from holdfast.coordinator.throughput import RankThroughput, Throughput
+from holdfast.coordinator.training import Training
 from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.policy import JobSpec
 from holdfast.protocol.rank_progress import Finding, JobView, NodeView, RankView, Standing
+from holdfast.protocol.throughput import RankThroughput, Throughput
 
 
 def job_view(
@@ -24,10 +24,12 @@ def job_view(
     job_s: float,
     why: str,
     membership: Membership,
-    monitor: Monitor,
+    training: Training,
+    hang: Finding | None,
+    notices: tuple[str, ...],
 ) -> JobView:
     """`since_s`: since the phase began; `job_s`: since the job began; `why`: why the last generation ended."""
-    hang, throughput = monitor.hang(now), monitor.throughput
+    throughput = training.throughput
     return JobView(
         run_id=job.run_id,
         phase=phase.value,
@@ -37,10 +39,10 @@ def job_view(
         world_size=world.size if world is not None else 0,
         since_s=since_s,
         job_s=job_s,
-        training_s=monitor.training_s,
+        training_s=training.training_s,
         why=world.stop_text if world is not None and phase is Phase.STOPPING else why,
         nodes=_node_views(membership.members.values(), world, phase, throughput, membership, now, hang),
-        notices=monitor.notices(hang),
+        notices=notices,
         job_step=throughput.job.steps if throughput is not None else 0,
         job_steps=throughput.job_steps if throughput is not None else 0,
         left_s=throughput.left_s if throughput is not None and phase is Phase.RUNNING and hang is None else 0.0,

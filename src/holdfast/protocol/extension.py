@@ -22,8 +22,9 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from holdfast.protocol.messages import StopReason
+from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Note
-from holdfast.protocol.rank_progress import JobView
+from holdfast.protocol.rank_progress import Finding, JobView, RankStory
 
 # --- what an extension may read ---------------------------------------------------------------------------------------
 
@@ -119,7 +120,18 @@ class SafePointRefused(Struct, frozen=True):
     text: str
 
 
-Happened = Started | Ended | MemberLost | SafePointAgreed | SafePointRefused
+class StopDelayed(Struct, frozen=True):
+    """Workers have failed, perhaps because of others. The others are not stopped before this time, unless the cause
+    becomes known. Reported at once, and not when the present event has been handled."""
+
+    generation: int
+    until_s: float
+    seeks_places: bool = False
+    """The failed workers have waited in vain: find out where the other ranks are. The stop waits while
+    `CoordinatorExtension.observed` says that the answer is not complete."""
+
+
+Happened = Started | Ended | MemberLost | SafePointAgreed | SafePointRefused | StopDelayed
 
 # --- what it may order ------------------------------------------------------------------------------------------------
 
@@ -156,6 +168,8 @@ class EndGeneration(Struct, frozen=True):
 
     reason: StopReason
     text: str
+    culprit: Failure | None = None
+    """The worker for which it is ended. Its node reports its end with its last output, although the stop ends it."""
 
 
 class SaveAtSafePoint(Struct, frozen=True):
@@ -209,6 +223,17 @@ class Figures(Struct, frozen=True):
     """Figures about the job as a whole; None: there are none."""
     nodes: Mapping[str, object] | None = None
     """Figures by member; a node that is missing is shown without figures. None: there are none about nodes."""
+
+
+class Observed(Struct, frozen=True):
+    """What an extension knows about the running generation that its verdict needs, if it ends now."""
+
+    hang: Finding | None = None
+    """Why no rank makes progress; None: ranks do, or nothing was found."""
+    places: tuple[RankStory, ...] = ()
+    """Where the ranks are, after StopDelayed."""
+    complete: bool = True
+    """False: more places will be known soon."""
 
 
 class CoordinatorExtension:

@@ -130,7 +130,8 @@ class Throughput:
         self.ranks: list[RankThroughput] = []
         self._by_member: dict[str, dict[int, RankThroughput]] = {}
         """The ranks of each member, by local rank."""
-        self._began_s = began_s
+        self.began_s = began_s
+        """The time at which the workers were started."""
         self._gap_s_max = gap_s_max
         self.newest_s: float | None = None
         """The end of the newest step of any rank after its warm-up; None: all ranks warm up."""
@@ -160,7 +161,7 @@ class Throughput:
             pace = own.get(report.local_rank)
             if pace is None or pace.stage is Stage.DONE:
                 continue
-            at_s = max(self._began_s, now - max(0.0, report.age_s))
+            at_s = max(self.began_s, now - max(0.0, report.age_s))
             steps, newest_s = pace.steps, pace.newest_s
             if pace.heard(report, at_s):
                 moved = True
@@ -179,7 +180,7 @@ class Throughput:
         if message.job_steps and message.ranks and member == self.ranks[0].member:
             self.job_steps = message.job_steps
             age_s = min(each.age_s for each in message.ranks)
-            self.job.heard(RankProgress(0, Stage.STEPPING, message.job_step), max(self._began_s, now - age_s))
+            self.job.heard(RankProgress(0, Stage.STEPPING, message.job_step), max(self.began_s, now - age_s))
 
     @property
     def left_s(self) -> float:
