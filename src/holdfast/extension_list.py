@@ -103,6 +103,8 @@ EXTENSIONS = (
         },
     ),
     Extension("load", follows=True),
+    Extension("hangs", follows=True),
+    Extension("stragglers", follows=True),
 )
 COMMANDS = {command: each for each in EXTENSIONS for command in each.commands}
 """The extension that has a sub-command, by its name."""

@@ -243,7 +243,6 @@ MESSAGES: list[msg.FromCoordinator] = [
             msg.DrainTo(generation, 9, save=True),
             msg.Resume(generation),
             msg.Abandon(generation),
-            msg.Look(generation, 1),
             msg.Stop(generation, msg.StopReason.HUNG, "rank 1 hangs"),
             msg.Regroup(assign(generation), 0, "z was lost"),
             msg.Regroup(assign(generation), 9),
@@ -275,7 +274,6 @@ EVENTS: list[ev.Event] = [
             ev.ReplacementsReady(generation, (1,)),
             ev.RegroupRefused(generation, "memory grew"),
             ev.WorkersProgress(generation, (RankProgress(0, Stage.STEPPING, 9), RankProgress(1, Stage.STEPPING, 9))),
-            ev.WorkersSeen(generation, 1, ()),
             ev.TreeGone(generation),
             ev.StoreDied(generation),
         )

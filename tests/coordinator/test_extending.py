@@ -16,6 +16,8 @@ from holdfast.protocol.extension import (
     Announce,
     AnswerRequest,
     CoordinatorExtension,
+    DrainBegan,
+    DrainEnded,
     Ended,
     EndGeneration,
     Figures,
@@ -184,11 +186,11 @@ def test_it_gets_the_end_of_a_save_and_what_becomes_of_generations() -> None:
     probe.orders = [SaveAtSafePoint("somebody")]
     harness.ask("probe")
     harness.both_say(msg.Held(1, 4, saves=True))
-    assert probe.events[1:] == [SafePointAgreed(5)]
+    assert probe.events[1:] == [DrainBegan(1), DrainEnded(1), SafePointAgreed(5)]
     harness.fail(2)
     harness.both_say(msg.Stopped(1))
     harness.prepare(1, 2)
-    assert probe.events[2:] == [Ended(1), Started(2)]
+    assert probe.events[4:] == [Ended(1), Started(2)]
 
 
 def test_a_regroup_is_another_generation_and_the_loss_of_a_member_is_told() -> None:

@@ -13,7 +13,7 @@ itself, and a Tick when `next_deadline()` has passed.
 
 This file has the state and the decisions, in the order: the table of phases, the state, the surface, how one event is
 decided, links and members, then the phases in the order of the diagram. The parts that the coordinator is made of
-(admission, membership, incidents, regrouping, endings, monitor, extensions) have a file each. They decide within their
+(admission, membership, incidents, regrouping, endings, training, extensions) have a file each. They decide within their
 part and change no phase: what they return, the coordinator carries out.
 """
 
@@ -45,7 +45,6 @@ from holdfast.coordinator.formation import (
 )
 from holdfast.coordinator.incident import Incidents, how
 from holdfast.coordinator.membership import HostBackoff, Liveness, Membership
-from holdfast.coordinator.monitor import Monitor, cannot_tell
 from holdfast.coordinator.previous_generation import PreviousGeneration
 from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.coordinator.replacements import Replacements
@@ -88,7 +87,6 @@ from holdfast.protocol.messages import (
     Join,
     Joined,
     Leave,
-    Looked,
     Notice,
     Ping,
     Pong,
@@ -111,7 +109,8 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
 from holdfast.protocol.policy import Grow, HeldStates, JobSpec, Limits, NodeSpec, Note, Pauses
-from holdfast.protocol.rank_progress import Examine, JobView
+from holdfast.protocol.rank_progress import JobView
+from holdfast.protocol.throughput import Throughput
 from holdfast.protocol.train_contract import Survive
 from holdfast.text import spans
 
@@ -279,11 +278,9 @@ class Coordinator:
     _endings: Endings
     """What follows from a generation that has ended: a restart, or the outcome."""
     _training: Training
-    """How far the workers of the newest generation are that was started, and the training time of all of them."""
+    """The progress of the newest generation that was started, and the training time of all of them."""
     _stop_delay: StopDelay
     """The wait for the cause of a failure. No stop waits in any phase but RUNNING."""
-    _monitor: Monitor
-    """Hangs and stragglers of the running generation. At rest in every phase but RUNNING."""
     _regrouping: Regrouping
     """The rules by which running workers form the next generation. Reset when all workers are stopped (GATHERING)."""
 
@@ -318,11 +315,10 @@ class Coordinator:
         authority: Authority,
         *,
         fixed_master: tuple[str, int] | None = None,
-        examine: Examine = cannot_tell,
         extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         """`fixed_master`: the address and port that every generation announces (static rendezvous); None: rank 0's own.
-        `judge` makes a verdict of failures, `examine` a finding of stacks."""
+        `judge` makes a verdict of failures."""
         self.job, self.limits = job, limits
         self._authority, self._fixed_master = authority, fixed_master
         self.stepped_down = False
@@ -347,8 +343,6 @@ class Coordinator:
         self.budget = Budget(job.max_restarts, limits)
         self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
         self._training = Training(limits, self._membership.members)
-        self._stop_delay = StopDelay(self._incidents, lambda now: self._monitor.observed(now))  # noqa: PLW0108 - it is made below
-        self._monitor = Monitor(limits, self._membership.members, self._training, examine)
         replacements = Replacements(limits, self.budget, self._membership)
         self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements, self._incidents)
         self._regrouping.longest_step_s = lambda: self._training.longest_step_s
@@ -361,6 +355,7 @@ class Coordinator:
         self._due_s = -inf
         self._out = []
         self._extensions = Extensions(extensions, JobSeen(self), self._membership.members)
+        self._stop_delay = StopDelay(self._incidents, self._extensions.observed)
         self._follow_leader(now, authority.begin(self))
 
     # ---------------------------------------------------------------- surface
@@ -478,13 +473,17 @@ class Coordinator:
         """Time in which the job has trained (s), as in JobView."""
         return self._training.training_s
 
+    @property
+    def throughput(self) -> Throughput | None:
+        """The progress of all ranks of the newest generation that was started; None: none was."""
+        return self._training.throughput
+
     def job_s(self, now: float) -> float:
         """Age of the job."""
         return now - self._job_began_s
 
     def view(self, now: float) -> JobView:
         """The state of the job for users. The cost grows with the number of ranks."""
-        hang = self._monitor.hang(now)
         view = job_view(
             now,
             job=self.job,
@@ -497,8 +496,6 @@ class Coordinator:
             why=self._why,
             membership=self._membership,
             training=self._training,
-            hang=hang,
-            notices=self._monitor.notices(hang),
         )
         return self._extensions.shown_in(view, now)
 
@@ -532,8 +529,6 @@ class Coordinator:
         if self.phase is Phase.RUNNING:
             end = self._stop_delay.advance(now, self._world())
             self._follow(now, [end] if end is not None else ())
-        if self.phase is Phase.RUNNING:
-            self._follow(now, self._monitor.advance(now))
         before = None
         while before is not self.phase:
             before = self.phase
@@ -561,10 +556,10 @@ class Coordinator:
             raise AssertionError(f"no transition {self.phase} -> {phase}")
         if self.phase is Phase.RUNNING:
             self._stop_delay.clear()
-            self._monitor.rest()
         self.phase = phase
         self._phase_since_s = now
-        self._extensions.runs(self.generation if phase in (Phase.RUNNING, Phase.DRAINING) else 0)
+        runs = phase in (Phase.RUNNING, Phase.DRAINING)
+        self._extensions.runs(self.generation if runs else 0, drains=phase is Phase.DRAINING)
 
     def _follow(self, now: float, orders: Iterable[Command | EndGeneration | Plan]) -> None:
         """Carry out what a part returned."""
@@ -615,14 +610,13 @@ class Coordinator:
     def _nothing_follows(self, now: float, event: Event) -> bool:
         """Whether no transition can follow from this frequent event, which came while all was quiet and has left the
         phase as it was."""
-        if isinstance(event, Heard) and isinstance(event.message, Ping | Progress):
-            if self.phase is Phase.RUNNING:
-                self._due_s = min(self._due_s, self._stop_delay.due_s(), self._monitor.due_s())
+        if isinstance(event, Heard) and isinstance(event.message, Ping):
             return True
-        if isinstance(event, Heard) and isinstance(event.message, Extended):
+        if isinstance(event, Heard) and isinstance(event.message, Progress | Extended):
             due_s = self._extensions.due_s()
             self._due_s = min(self._due_s, due_s)
-            return due_s > now
+            # What an extension has heard may be what a stop waits for.
+            return due_s > now and not self._stop_delay.waits
         if not self._membership.knows_candidates(now):
             return False
         if isinstance(event, LinkOpened):
@@ -715,10 +709,7 @@ class Coordinator:
                 if generation == self.generation and self.phase in (Phase.RUNNING, Phase.DRAINING):
                     self._world().stepped |= any(each.steps for each in message.ranks)
                     if self._training.progress(now, member.name, message):
-                        self._follow(now, self._monitor.progressed(now, member.name))
-            case Looked(generation):
-                if generation == self.generation:
-                    self._monitor.looked(member, message)
+                        self._extensions.progressed(now, member.name)
             case WorkersFailed(generation, failures):
                 # A failure that crossed the order to regroup is a loss, too (test_regrouping.py).
                 known = generation == self.generation or generation in self._regrouping.past
@@ -995,7 +986,6 @@ class Coordinator:
                 self.members[name].first_started_s = now
                 self._tell(self.members[name], Resume(world.generation))
         self._training.begin(world)
-        self._monitor.begin(world)
         self._out += self._regrouping.started(now, world)
         self.previous.parts.clear()
         self._note("resumed", generation=world.generation, order=list(world.order))
@@ -1149,7 +1139,6 @@ class Coordinator:
         self._gather_until_s = None
         self._enter(now, Phase.RUNNING)
         self._training.begin(world)
-        self._monitor.begin(world)
         offered = {} if regrouped else offers(world)  # workers that go on have their states
         for member in members:
             self._start_member(now, member, world, offered.get(member.name, ()))
@@ -1193,9 +1182,7 @@ class Coordinator:
             self._take_in(now, world)
 
     def _running_due_s(self) -> float:
-        due_s = min(
-            self._stop_delay.due_s(), self._monitor.due_s(), self._regrouping.next_change_s(self._now, self._world())
-        )
+        due_s = min(self._stop_delay.due_s(), self._regrouping.next_change_s(self._now, self._world()))
         if self._gather_until_s is not None:
             return min(due_s, self._gather_until_s)
         return min(due_s, self._membership.next_change_s(self._now)) if self._has_room() else due_s
@@ -1272,7 +1259,7 @@ class Coordinator:
         """Stop the others now, or wait until the cause is known."""
         order = self._stop_delay.failed(now, self._world(), failures, text, evidence_follows=evidence_follows)
         if isinstance(order, StopDelayed):
-            self._follow(now, self._monitor.stop_delayed(now, order))
+            self._extensions.happens_now(now, order)
             order = self._stop_delay.told(now)
         self._follow(now, [order] if order is not None else ())
 
@@ -1391,7 +1378,8 @@ class Coordinator:
     def _regroup(self, now: float, plan: Plan) -> None:
         """Form the next generation of workers that are already running."""
         before = self._world()
-        before.hang = self._monitor.observed(now).hang
+        if before.started_s is not None:
+            before.hang = self._extensions.observed(now).hang
         self.generation = max(self.generation, self.previous.generation) + 1
         world = self.world = self._regrouping.form(now, self.generation, plan, before)
         self._enter(now, Phase.REGROUPING)
@@ -1441,7 +1429,9 @@ class Coordinator:
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
-        world.hang, world.hung = self._monitor.observed(now).hang, culprit
+        world.hung = culprit
+        if world.started_s is not None:
+            world.hang = self._extensions.observed(now).hang
         announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
         hung = culprit.rank if culprit is not None else None
@@ -1629,6 +1619,10 @@ class JobSeen:
         return self._machine.job.run_id
 
     @property
+    def limits(self) -> Limits:
+        return self._machine.limits
+
+    @property
     def phase(self) -> str:
         return self._machine.phase.value
 
@@ -1639,6 +1633,10 @@ class JobSeen:
     @property
     def world_size(self) -> int:
         return self._machine.world.size if self._machine.world is not None else 0
+
+    @property
+    def throughput(self) -> Throughput | None:
+        return self._machine.throughput
 
     def members(self) -> list[MemberSeen]:
         return [
@@ -1652,7 +1650,8 @@ class JobSeen:
             assert world is not None
             member, local_ranks = self._machine.members.get(name), world.places[name]
             if member is not None and member.busy_generation:
-                found.append(NodeSeen(name, member.node.host, rank_base, local_ranks))
+                done = world.finished(name)
+                found.append(NodeSeen(name, member.node.host, rank_base, local_ranks, done))
             rank_base += len(local_ranks)
         return found
 

@@ -1,5 +1,5 @@
-"""How far the training is: the throughput of the newest world that was started, and what is counted over all of them.
-PURE.
+"""Keeps the progress of the training: the throughput of the newest world that was started, and what is counted over all
+of them. PURE.
 
 It is no extension: how long a regroup waits for running workers follows from the longest step, a successor continues
 the training time, and ten thousand reports a second are to be counted once.

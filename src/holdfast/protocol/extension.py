@@ -23,8 +23,9 @@ from msgspec import Struct
 
 from holdfast.protocol.messages import StopReason
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Note
-from holdfast.protocol.rank_progress import Finding, JobView, RankStory
+from holdfast.protocol.policy import Limits, Note
+from holdfast.protocol.rank_progress import Finding, JobView, RankStory, Standing
+from holdfast.protocol.throughput import Throughput
 
 # --- what an extension may read ---------------------------------------------------------------------------------------
 
@@ -45,6 +46,8 @@ class NodeSeen(Struct, frozen=True):
     rank_base: int
     """The rank of the first of these workers; the others follow in this order."""
     local_ranks: tuple[int, ...]
+    done: bool
+    """All these workers have ended with 0."""
 
 
 class Job(Protocol):
@@ -52,6 +55,9 @@ class Job(Protocol):
 
     @property
     def run_id(self) -> str: ...
+
+    @property
+    def limits(self) -> Limits: ...
 
     @property
     def phase(self) -> str: ...
@@ -63,6 +69,10 @@ class Job(Protocol):
     @property
     def world_size(self) -> int:
         """Number of all ranks of the newest generation."""
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """The progress of all ranks of the newest generation that was started; None: none was."""
 
     def members(self) -> Sequence[MemberSeen]:
         """All members, in the order in which they joined."""
@@ -101,6 +111,18 @@ class Ended(Struct, frozen=True):
     generation: int
 
 
+class DrainBegan(Struct, frozen=True):
+    """The workers go to a common safe point, and may be held there. Ends in DrainEnded or Ended."""
+
+    generation: int
+
+
+class DrainEnded(Struct, frozen=True):
+    """The workers were let go: the generation runs on."""
+
+    generation: int
+
+
 class MemberLost(Struct, frozen=True):
     """A node was lost: it will answer nothing any more."""
 
@@ -131,7 +153,7 @@ class StopDelayed(Struct, frozen=True):
     `CoordinatorExtension.observed` says that the answer is not complete."""
 
 
-Happened = Started | Ended | MemberLost | SafePointAgreed | SafePointRefused | StopDelayed
+Happened = Started | Ended | DrainBegan | DrainEnded | MemberLost | SafePointAgreed | SafePointRefused | StopDelayed
 
 # --- what it may order ------------------------------------------------------------------------------------------------
 
@@ -216,6 +238,13 @@ Orders = Iterable[Order]
 # --- the extension ----------------------------------------------------------------------------------------------------
 
 
+class RankPlace(Struct, frozen=True):
+    """The place of a rank, in a job that stands still."""
+
+    standing: Standing
+    words: str
+
+
 class Figures(Struct, frozen=True):
     """An extension's part of `status`, of its JSON, and of the page: whatever msgspec can encode."""
 
@@ -223,15 +252,21 @@ class Figures(Struct, frozen=True):
     """Figures about the job as a whole; None: there are none."""
     nodes: Mapping[str, object] | None = None
     """Figures by member; a node that is missing is shown without figures. None: there are none about nodes."""
+    notices: tuple[str, ...] = ()
+    """Lines about what users should know now."""
+    places: Mapping[int, RankPlace] = {}
+    """Places by rank."""
+    stands_still: bool = False
+    """No rank makes progress: nobody knows how much time is left."""
 
 
 class Observed(Struct, frozen=True):
     """What an extension knows about the running generation that its verdict needs, if it ends now."""
 
     hang: Finding | None = None
-    """Why no rank makes progress; None: ranks do, or nothing was found."""
+    """The reason why no rank makes progress; None: ranks do, or nothing was found."""
     places: tuple[RankStory, ...] = ()
-    """Where the ranks are, after StopDelayed."""
+    """The places of the ranks, after StopDelayed."""
     complete: bool = True
     """False: more places will be known soon."""
 
@@ -259,6 +294,15 @@ class CoordinatorExtension:
     def happened(self, now: float, event: Happened) -> Orders:  # noqa: ARG002
         """Handle a change of the job. SafePointAgreed and SafePointRefused reach only the extension that ordered it."""
         return ()
+
+    def progressed(self, now: float, member: str) -> Orders:  # noqa: ARG002
+        """A worker of this node made a step, or reached a new stage: see `Job.throughput`. Large jobs have thousands of
+        these a second."""
+        return ()
+
+    def observed(self, now: float) -> Observed:  # noqa: ARG002
+        """What it knows about the running generation for the verdict."""
+        return Observed()
 
     def due_s(self) -> float:
         """The time at which `due` must be called (s of the coordinator's clock); inf: never."""

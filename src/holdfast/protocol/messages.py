@@ -17,7 +17,6 @@ from msgspec import Meta, Struct
 from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import (
-    ITEMS_MAX,
     WORKERS_PER_NODE_MAX,
     Count,
     HeldStates,
@@ -29,7 +28,7 @@ from holdfast.protocol.policy import (
     Rank,
     Seconds,
 )
-from holdfast.protocol.rank_progress import RankProgress, RankSample
+from holdfast.protocol.rank_progress import RankProgress
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
@@ -157,17 +156,6 @@ class Progress(AgentMessage, frozen=True, tag="progress"):
     """Number of steps of the whole job; 0: the script does not report it."""
     ping: Count = 0
     """The number of the ping that this message replaces (`Ping.number`), and that is answered; 0: it replaces none."""
-
-
-class Looked(AgentMessage, frozen=True, tag="looked"):
-    """Answer to Look."""
-
-    generation: Count
-    number: Count
-    """The number of the Look."""
-    samples: Annotated[tuple[RankSample, ...], OF_ONE_NODE] = ()
-    reach: Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)] = ()
-    """The reasons why the test connection failed, in words; empty: it was made, or was not ordered."""
 
 
 class Able(AgentMessage, frozen=True, tag="able"):
@@ -371,15 +359,6 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
     """The rank that caused a hang: its node reports its end with its last output, although the stop ends it."""
 
 
-class Look(CoordinatorMessage, frozen=True, tag="look"):
-    """Sample the workers. Answered by one Looked."""
-
-    generation: Count
-    number: Count
-    store: bool = False
-    """The node also tries to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
-
-
 class Notice(CoordinatorMessage, frozen=True, tag="notice"):
     """A few lines about the running job for the console."""
 
@@ -456,7 +435,6 @@ FromAgent = (
     | Leave
     | Held
     | Progress
-    | Looked
     | Able
     | ReplacementReady
     | ReplacementFailed
@@ -480,7 +458,6 @@ FromCoordinator = (
     | Resume
     | Abandon
     | Stop
-    | Look
     | Notice
     | Finish
     | Pong

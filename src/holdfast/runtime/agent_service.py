@@ -31,7 +31,6 @@ from holdfast.agent.commands import (
     HangUp,
     HoldWorkers,
     KillTree,
-    LookAtWorkers,
     Prepare,
     RegroupWorkers,
     ReleaseWorkers,
@@ -51,7 +50,7 @@ from holdfast.protocol.messages import Answer, Extended, FromAgent, FromCoordina
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
-from holdfast.protocol.rank_progress import Examine, JobView, RankProgress
+from holdfast.protocol.rank_progress import JobView, RankProgress
 from holdfast.run_folder import RunFolder
 from holdfast.runtime.control import Control
 from holdfast.runtime.control_requests import ControlRequests
@@ -128,20 +127,19 @@ def run_job(
     supervisor: SupervisorHandle,
     *,
     judge: Judge,
-    examine: Examine,
     render: Render,
     extensions: Sequence[Registered],
     load: Callable[[], None] = lambda: None,
 ) -> int:
     """Run this node's part of a job and return its exit code. Raises HoldfastError, before any worker was started.
 
-    `judge` separates the first failure from its consequences; `examine` separates hung ranks from waiting ones;
-    `render` puts the end into words for the console. `load` imports the modules that `judge` and `render` need. It is
-    called once, in a thread, while the workers run or are being stopped: a restart must not wait for it. `extensions`
-    do everything else about a running job than forming, starting and stopping its generations.
+    `judge` separates the first failure from its consequences; `render` puts the end into words for the console. `load`
+    imports the modules that `judge` and `render` need. It is called once, in a thread, while the workers run or are
+    being stopped: a restart must not wait for it. `extensions` do everything else about a running job than forming,
+    starting and stopping its generations.
     """
     try:
-        return asyncio.run(_run_job(options, supervisor, judge, examine, render, load, extensions))
+        return asyncio.run(_run_job(options, supervisor, judge, render, load, extensions))
     except Exception as error:  # noqa: BLE001 - every error gets a code
         raise as_error(error) from error.__cause__
 
@@ -150,7 +148,6 @@ async def _run_job(
     options: RunOptions,
     supervisor: SupervisorHandle,
     judge: Judge,
-    examine: Examine,
     render: Render,
     load: Callable[[], None],
     extensions: Sequence[Registered],
@@ -164,9 +161,7 @@ async def _run_job(
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
     try:
-        service = AgentService(
-            options, supervisor, judge, examine, folder, console, router, journal, host, load, extensions
-        )
+        service = AgentService(options, supervisor, judge, folder, console, router, journal, host, load, extensions)
         with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
             outcome = await _outcome(service, journal, folder)
             if signal.SIGINT not in supervisor.ignored and (task := asyncio.current_task()) is not None:
@@ -246,7 +241,6 @@ class AgentService:
         options: RunOptions,
         supervisor: SupervisorHandle,
         judge: Judge,
-        examine: Examine,
         folder: RunFolder,
         console: Console,
         router: LogRouter,
@@ -272,7 +266,7 @@ class AgentService:
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
         self._registered = extensions
         self._extensions: NodeExtensions | None = None
-        self._rendezvous = RendezvousClient(options, judge, journal, console.say, examine, extensions)
+        self._rendezvous = RendezvousClient(options, judge, journal, console.say, extensions)
         self._link: CoordinatorLink | None = None
         self._driver: Driver[Event, Command] | None = None
         self._worker_group: WorkerGroup | None = None
@@ -517,8 +511,6 @@ class AgentService:
                 group.hold(generation)
             case ReleaseWorkers(generation, safe_point, save):
                 group.release(generation, safe_point, save=save)
-            case LookAtWorkers(generation, number, store):
-                group.look(generation, number, store=store)
             case KillTree():
                 group.kill_tree()
 

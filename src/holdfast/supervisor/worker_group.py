@@ -96,7 +96,7 @@ class WorkerGroup:
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._phases = Phases(journal.write)
         self._progress_notes = ProgressNotes(journal.write)
-        self._observer = Observer(tasks, emit, host=host, folder=folder.path, fault=journal.fault)
+        self._observer = Observer(tasks, emit, folder=folder.path, fault=journal.fault)
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
         self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, journal, options.token)
@@ -217,12 +217,8 @@ class WorkerGroup:
         running = self._running
         return running if running is not None and running.number == generation else None
 
-    def look(self, generation: int, number: int, *, store: bool) -> None:
-        """Sample the workers' stacks, and check whether the store can be reached; answers with WorkersSeen."""
-        self._observer.look(generation, number, self._running.pids() if self._running is not None else {}, store=store)
-
     async def samples(self) -> tuple[RankSample, ...]:
-        """Sample the workers' stacks, for a command on this node."""
+        """Sample the workers' stacks."""
         running = self._running
         return await self._observer.samples(running.number, running.pids()) if running is not None else ()
 

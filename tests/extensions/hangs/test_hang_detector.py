@@ -8,10 +8,10 @@ import re
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, ReportHang, ReportStill
+from holdfast.extensions.hangs.hang_detector import EndHung, HangDetector, HangOver, ReportHang, ReportStill
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.rank_progress import Finding, HangKind, Stage
-from tests.coordinator.monitor_harness import ALONE, HUNG, LIVELY, MOVING, PAUSED, STUCK, Hall, training
+from tests.extensions.hangs.hang_harness import ALONE, HUNG, LIVELY, MOVING, PAUSED, STUCK, Hall, training
 
 # --- suspicion --------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.hang_detector import EndHung, HangDetector, LookNow, Order, ReportHang
+from holdfast.extensions.hangs.hang_detector import EndHung, HangDetector, LookNow, Order, ReportHang
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.rank_progress import (
     Finding,
