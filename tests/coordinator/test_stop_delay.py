@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.coordinator.complaints import AGREED_S, REASON_S
+from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.coordinator.stop_delay import EVIDENCE_S, PLACES_S
 from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
@@ -80,6 +81,24 @@ def test_a_survivor_that_waits_in_vain_too_may_say_so() -> None:
     harness.both_say(msg.Stopped(1))
     assert [failure.rank for failure in judged[0].failures] == [0, 1]
     assert judged[0].survivors == ()
+
+
+def test_the_last_answer_about_places_ends_the_wait() -> None:
+    harness = training()
+    times_out(harness, 1)
+    times_out(harness, 2)
+    harness.looked(1)
+    assert stops(harness) == []
+    harness.machine.next_deadline()  # as a shell does: without a known deadline there is no fast path
+    harness.looked(2, "all_reduce")
+    assert len(stops(harness)) == 1
+
+
+def test_a_node_that_is_lost_is_not_waited_for_either() -> None:
+    harness = training(least=1, most=2)
+    times_out(harness, 1)
+    harness.give(LinkClosed(2, "reset"))
+    assert harness.machine.phase is Phase.STOPPING
 
 
 def test_those_that_do_not_answer_are_stopped_all_the_same() -> None:

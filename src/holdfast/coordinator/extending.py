@@ -5,6 +5,7 @@ becomes of their orders. Knows no extension by name. What they order of the job 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -43,6 +44,10 @@ from holdfast.protocol.rank_progress import JobView
 
 OPEN_MAX = 256
 """Requests that are open at a time. An agent answers 32 clients at a time, so only scripts on many nodes reach this."""
+FAULTS_NOTED_MAX = 20
+"""Faults of one extension in the journal: one that fails with every report of every node must not fill it."""
+FAULT_PAUSE_S = 60.0
+"""Time until `due` is called again after it has failed (s): it may stay due, and would be called without a pause."""
 Result = TypeVar("Result")
 
 
@@ -69,6 +74,10 @@ class Extensions:
         self._made: dict[str, CoordinatorExtension] = {}
         self._decoders: dict[str, msgspec.msgpack.Decoder[object]] = {}
         """Decoders of what the halves on the nodes send, by extension; made with the first message."""
+        self._faults: Counter[str] = Counter()
+        """Number of faults of each extension."""
+        self._paused_s: dict[str, float] = {}
+        """The time before which `due` is not called, by extension."""
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count(1)
         self._happened: list[tuple[Happened, str]] = []
@@ -162,7 +171,10 @@ class Extensions:
         self._report(now)
         for name in list(self._made):
             if now >= self._due_s(name):
+                before = self._faults[name]
                 self._order(name, lambda extension: extension.due(now))
+                if self._faults[name] > before:
+                    self._paused_s[name] = now + FAULT_PAUSE_S
         self._newest_due_s = None
 
     def _report(self, now: float) -> None:
@@ -219,7 +231,7 @@ class Extensions:
         return self._made.get(name)
 
     def _due_s(self, name: str) -> float:
-        return self._call(name, lambda extension: extension.due_s(), inf)
+        return max(self._paused_s.get(name, -inf), self._call(name, lambda extension: extension.due_s(), inf))
 
     def _order(self, name: str, call: Callable[[CoordinatorExtension], Orders]) -> None:
         """Carry out what the extension orders."""
@@ -261,7 +273,10 @@ class Extensions:
 
     def _fault(self, name: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        self._out.append(Note("observer_fault", {"what": name, "error": text}))
+        self._faults[name] += 1
+        if self._faults[name] <= FAULTS_NOTED_MAX:
+            last = "; its further faults are not noted" if self._faults[name] == FAULTS_NOTED_MAX else ""
+            self._out.append(Note("observer_fault", {"what": name, "error": text + last}))
         for number in [number for number, each in self._open.items() if each.extension == name]:
             self._answer(number, b"", f"a fault in holdfast's extension {name}: {text}")
 

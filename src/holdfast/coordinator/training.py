@@ -1,8 +1,8 @@
 """Keeps the progress of the training: the throughput of the newest world that was started, and what is counted over all
 of them. PURE.
 
-It is no extension: how long a regroup waits for running workers follows from the longest step, a successor continues
-the training time, and ten thousand reports a second are to be counted once.
+It is no extension: how long a regroup waits for running workers follows from the longest step, and a successor
+continues the training time. Extensions read it (`Job.throughput`), so each report is counted once.
 """
 
 from __future__ import annotations

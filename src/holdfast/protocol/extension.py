@@ -296,8 +296,8 @@ class CoordinatorExtension:
         return ()
 
     def progressed(self, now: float, member: str) -> Orders:  # noqa: ARG002
-        """A worker of this node made a step, or reached a new stage: see `Job.throughput`. Large jobs have thousands of
-        these a second."""
+        """A worker of this node made a step, or reached a new stage: see `Job.throughput`. Called for most reports of
+        all nodes, so it must be cheap."""
         return ()
 
     def observed(self, now: float) -> Observed:  # noqa: ARG002

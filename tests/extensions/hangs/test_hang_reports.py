@@ -139,6 +139,18 @@ def test_a_node_that_does_not_answer_is_waited_for_once() -> None:
     assert len(harness.looks_at(2)) == 3
 
 
+def test_where_nobody_is_awaited_a_round_is_over_with_the_first_answer() -> None:
+    """Both nodes were late once. Without any answer the next round would find nothing."""
+    harness = training()
+    harness.wait(60.0 + 5.1)
+    assert harness.noted("look_unanswered")[0]["members"] == ["n1#1", "n2#1"]
+    harness.wait(4.0)
+    assert len(harness.looks_at(1)) == 2
+    harness.looked(2, "sleep")
+    harness.wait(0.1)
+    assert len(harness.looks_at(1)) == 3
+
+
 def test_an_answer_to_an_older_look_is_too_late() -> None:
     harness = training()
     harness.wait(60.0)
