@@ -12,7 +12,7 @@ the failed ones have waited for. So the others are not stopped at once if a fail
 | its wait for others timed out                          | PLACES_S                   | the same, and it is known     |
 |                                                        |                            | where the missing ranks are   |
 
-Who finds out where the missing ranks are is not known here: `observe` returns what was found so far.
+The extensions find out where the missing ranks are: `observe` returns what they have found so far.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class StopDelay:
         return StopDelayed(world.generation, self._until_s, seeks_places=in_vain)
 
     def told(self, now: float) -> EndGeneration | None:
-        """Everybody knows of StopDelayed. Without anybody who finds out where the missing ranks are, it is over."""
+        """The extensions know of StopDelayed. If none of them waits for places of the missing ranks, the stop need not
+        wait either."""
         if self._end is not None and self._seeks_places and self._observe(now).complete:
             return self._end
         return None

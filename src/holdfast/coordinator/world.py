@@ -146,9 +146,9 @@ class World:
     stop_text: str = ""
     stop_began_s: float = 0.0
     hang: Finding | None = None
-    """The hang that was found, while nothing has moved since."""
+    """The reason why no rank made progress at its end, as far as extensions have found one."""
     hung: Failure | None = None
-    """The worker that caused the hang."""
+    """The worker for which it was ended."""
     survivors: tuple[RankStory, ...] = ()
     """The places of the other ranks after a time-out, before they were stopped."""
 
