@@ -35,13 +35,14 @@ from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOpti
 from holdfast.protocol.policy import JobSpec, Limits
 from holdfast.protocol.train_contract import Survive, channel_name
 from holdfast.run_folder import RunFolder
+from holdfast.runtime.node_extension import NodeExtensions
+from holdfast.runtime.worker_group import WorkerGroup
 from holdfast.supervisor import processes
 from holdfast.supervisor.channel import SaysReady, WorkerChannel
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.release import allowed_s
 from holdfast.supervisor.supervisor import exec_supervisor
-from holdfast.supervisor.worker_group import WorkerGroup
 from tests.support.limits import limit_s, settled, until
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "survivor.py")
@@ -75,6 +76,7 @@ class Crew:
         self.work = Work.IDLE
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.seen: list[Event] = []
+        node: Any = None  # there is no extension that could look at it
         self.group = WorkerGroup(
             options,
             exec_supervisor(()),
@@ -83,6 +85,7 @@ class Crew:
             self.journal,
             tasks,
             self.events.put_nowait,
+            NodeExtensions((), node, lambda _: None, self.journal.fault),
             host="n",
             work=lambda: self.work,
             on_store=lambda _port: None,

@@ -1,7 +1,8 @@
-"""Serves all generations of workers on one node: owns their supervisor, store, saver, log files and observers.
+"""Serves all generations of workers on one node: owns their supervisor, store, log files and observers.
 
 Executes the commands of the agent's machine and reports each answer as an event of the machine; decides nothing. The
-workers of one generation are in generation.py.
+workers of one generation are in supervisor/generation.py. All else that is done for workers, or with processes beside
+them, is done by extensions: they get what happens here, and none is known by name.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
 from holdfast.run_folder import RunFolder, WorkerSlot
+from holdfast.runtime.node_extension import (
+    GenerationPrepared,
+    NodeExtensions,
+    SupervisorReplaced,
+    WorkersGone,
+    WorkersRegrouped,
+    WorkersStarted,
+)
 from holdfast.supervisor import client as supervisor_client
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import (
@@ -66,6 +75,7 @@ class WorkerGroup:
         journal: Journal,
         tasks: asyncio.TaskGroup,
         emit: Callable[[Event], None],
+        extensions: NodeExtensions,
         *,
         host: str,
         work: Callable[[], Work],
@@ -80,6 +90,7 @@ class WorkerGroup:
         self._journal = journal
         self._tasks = tasks
         self._emit = emit
+        self._extensions = extensions
         self._host = host
         self._work = work
         self._on_store = on_store
@@ -87,7 +98,7 @@ class WorkerGroup:
         self._environ = dict(os.environ)
         self._loop = asyncio.get_running_loop()
         self._at_once_s = options.limits.confirm_s
-        self._supervisor = SupervisorClient(supervisor, self._on_supervisor, at_once_s=self._at_once_s)
+        self.supervisor = SupervisorClient(supervisor, self._on_supervisor, at_once_s=self._at_once_s)
         self._supervisor_ready = asyncio.Event()
         self._supervisor_ready.set()
         self._revivals = Revivals()
@@ -99,9 +110,9 @@ class WorkerGroup:
         self._observer = Observer(tasks, emit, folder=folder.path, fault=journal.fault)
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
-        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, journal, options.token)
+        self._saver = SaverHost(self.supervisor, options.job.run_id, on_notice, journal, options.token)
         place, run_id, path = options.dashboard, options.job.run_id, str(folder.path or "")
-        self._dashboard = DashboardHost(self._supervisor, place, run_id, path, journal, on_notice) if place else None
+        self._dashboard = DashboardHost(self.supervisor, place, run_id, path, journal, on_notice) if place else None
         self._cpus: dict[int, list[int]] = {}
         """CPUs by local rank, with --numa-binding."""
         self._logs_lock = asyncio.Lock()
@@ -126,6 +137,7 @@ class WorkerGroup:
         running = self._begin(assign, start)
         ranks = {each: running.rank_of(each) for each in taking_part(assign, self._options.nproc)}
         self._saver.prefetch(ranks, start.states)
+        self._extensions.happened(WorkersStarted(assign, start))
         if self._supervisor_ready.is_set():
             self._spawn(running)
         else:
@@ -149,7 +161,7 @@ class WorkerGroup:
         )
         self._regrouping = assign
         self._progress_notes.close()
-        running.regroup(self._supervisor, assign, safe_point)
+        running.regroup(self.supervisor, assign, safe_point)
         if not safe_point:
             self._look_at_missing(running, FIRST_LOOK * running.release_s)
         self._at_gate()  # if no worker of this node is expected, all are there already
@@ -157,7 +169,7 @@ class WorkerGroup:
     def _look_at_missing(self, running: RunningGeneration, in_s: float) -> None:
         def look() -> None:
             self._release_timer = None
-            if (left_s := running.kill_missing(self._supervisor)) > 0:
+            if (left_s := running.kill_missing(self.supervisor)) > 0:
                 self._look_at_missing(running, left_s)
 
         self._release_timer = self._loop.call_later(in_s, look)
@@ -179,6 +191,7 @@ class WorkerGroup:
         self._router.moved({rank: running.rank_of(rank) for rank in running.pids()})
         self._write_begin(running, start)
         self._observer.regrouped(start, self._look_at_workers)
+        self._extensions.happened(WorkersRegrouped(running.assign, start))
 
     def replace(self, generation: int, local_ranks: Sequence[int]) -> None:
         """Start replacements. Answers with ReplacementsReady or WorkerEnded for each."""
@@ -192,7 +205,7 @@ class WorkerGroup:
             self._cancel_release()
             self._phases.stop()
         if self._running is not None:
-            self._running.signal(self._supervisor, signum, to_end=to_end)
+            self._running.signal(self.supervisor, signum, to_end=to_end)
 
     def hold(self, generation: int) -> None:
         """Stop the workers at their next safe point; answers with WorkersHeld."""
@@ -230,7 +243,7 @@ class WorkerGroup:
         running = self._running
         if running is None:
             return WorkersProgress(generation, ())
-        running.look_at_processes(self._supervisor)
+        running.look_at_processes(self.supervisor)
         return WorkersProgress(generation, running.progress(), *running.board.job_position())
 
     def fence(self, at_s: float | None, suspend_at_s: float | None) -> None:
@@ -239,7 +252,7 @@ class WorkerGroup:
         fence_s = None if at_s is None else at_s + GUARD_S, suspend_at_s
         if fence_s != self._fence_s:
             self._fence_s = fence_s
-            self._supervisor.fence(*fence_s)
+            self.supervisor.fence(*fence_s)
 
     def kill_tree(self) -> None:
         self._cancel_release()
@@ -248,7 +261,7 @@ class WorkerGroup:
             # The kill has to be confirmed soon after the fence at the latest: then others go on without these workers.
             at_s, _ = self._fence_s
             left_s = CONFIRM_S_MAX if at_s is None else max(0.0, at_s - self._loop.time()) + self._at_once_s
-            self._supervisor.kill_tree(confirm_s=min(left_s, CONFIRM_S_MAX))
+            self.supervisor.kill_tree(confirm_s=min(left_s, CONFIRM_S_MAX))
 
     def serve_dashboard(self) -> None:
         """The coordinator runs here: if a dashboard is wanted, it does too."""
@@ -262,7 +275,7 @@ class WorkerGroup:
         if self._store is not None:
             self._store.close()
         await self._saver.close()
-        await self._supervisor.close()
+        await self.supervisor.close()
         self._phases.close()
         self._progress_notes.close()
         await self._observer.close()
@@ -293,6 +306,7 @@ class WorkerGroup:
             text = f"cannot open the store's port: {error.strerror or error}"
             self._emit(PrepareFailed(generation, PeerError.code, PeerError.exit_code, text))
         else:
+            self._extensions.happened(GenerationPrepared(assign))
             self._emit(NodePrepared(generation, port, self._saver.states()))
 
     def _open_logs(self, assign: Assign) -> dict[int, WorkerStreams]:
@@ -317,7 +331,7 @@ class WorkerGroup:
             warm = script_argv(self._options) if "torch" in self._options.preload.modules else []
             eager = not warm and bool(self._options.preload.torch)  # otherwise it starts when a client connects
             await self._supervisor_ready.wait()
-            self._store = StoreHost(self._supervisor, python, self._on_store_lost, eager=eager, warm_argv=warm)
+            self._store = StoreHost(self.supervisor, python, self._on_store_lost, eager=eager, warm_argv=warm)
         return self._store.reserve(loopback_only=assign.local_world)
 
     def _open_store(self, assign: Assign) -> None:
@@ -357,7 +371,7 @@ class WorkerGroup:
             streams = await asyncio.to_thread(self._open_more_logs, running, local_ranks)
         await self._supervisor_ready.wait()
         if running is self._running and self._work() in LIVING:
-            running.replace(self._supervisor, streams, self._cpus, started=self._router.started)
+            running.replace(self.supervisor, streams, self._cpus, started=self._router.started)
 
     def _open_more_logs(self, running: RunningGeneration, local_ranks: Sequence[int]) -> dict[int, WorkerStreams]:
         slots = [WorkerSlot(rank, running.rank_of(rank)) for rank in local_ranks]
@@ -371,7 +385,7 @@ class WorkerGroup:
             self._spawn(running)
 
     def _spawn(self, running: RunningGeneration) -> None:
-        running.spawn(self._supervisor, self._cpus, started=self._router.started)
+        running.spawn(self.supervisor, self._cpus, started=self._router.started)
 
     def _begin(self, assign: Assign, start: Start) -> RunningGeneration:
         self._close_running()
@@ -392,12 +406,18 @@ class WorkerGroup:
             ends=Ends(self._tasks, self._emit, self._journal, self._router, self._oom, generation),
             on_gate=self._at_gate,
             parent=self._environ,
-            variables=self._saver.environment,
+            variables=self._environment,
         )
         self._phases.start(generation, assign.restart_count, self._options.nproc, running.board)
         self._write_begin(running, start)
         self._observer.start(start, running.board, running.rank_of, self._look_at_workers)
         return running
+
+    def _environment(self, generation: int, local_rank: int) -> dict[str, str]:
+        return {
+            **self._saver.environment(generation, local_rank),
+            **self._extensions.environment(generation, local_rank),
+        }
 
     def _write_begin(self, running: RunningGeneration, start: Start) -> None:
         assign = running.assign
@@ -419,6 +439,7 @@ class WorkerGroup:
 
     def _on_supervisor(self, event: supervisor_client.SupervisorEvent) -> None:
         self._saver.handle(event)
+        self._extensions.supervisor(event)
         if self._dashboard is not None:
             self._dashboard.handle(event)
         if self._store is not None:
@@ -463,6 +484,7 @@ class WorkerGroup:
     async def _emit_tree_gone(self, running: RunningGeneration) -> None:
         """Emit TreeGone after the last WorkerEnded, which waits until the workers' files have been read."""
         await running.all_reported()
+        self._extensions.happened(WorkersGone())
         self._emit(TreeGone(running.number))
 
     async def _revive(self) -> None:
@@ -482,25 +504,26 @@ class WorkerGroup:
             if running is not None and report is None:  # else the ends of the workers say more than that of the store
                 self._emit(StoreDied(running.number))
         try:
-            handle = await asyncio.to_thread(revive_supervisor, self._supervisor.handle)
+            handle = await asyncio.to_thread(revive_supervisor, self.supervisor.handle)
         except OSError as error:
             why = error.strerror or str(error)
             raise SupervisorLostError(f"the parent process of this node's workers cannot be started: {why}") from error
 
         # The new one has none of the settings that were sent to the one that was killed.
-        self._supervisor = SupervisorClient(handle, self._on_supervisor, at_once_s=self._at_once_s)
-        self._saver.renew(self._supervisor)
+        self.supervisor = SupervisorClient(handle, self._on_supervisor, at_once_s=self._at_once_s)
+        self._saver.renew(self.supervisor)
+        self._extensions.supervisor(SupervisorReplaced())
         if self._dashboard is not None:
-            self._dashboard.renew(self._supervisor)
+            self._dashboard.renew(self.supervisor)
         if self._options.preempt_signal is not None:
-            self._supervisor.ignore(self._options.preempt_signal)
-        self._supervisor.fence(*self._fence_s)
+            self.supervisor.ignore(self._options.preempt_signal)
+        self.supervisor.fence(*self._fence_s)
         order = order_for(self._options, self._environ)
         if order is not None:
-            self._supervisor.start_fork_server(order)
+            self.supervisor.start_fork_server(order)
         self._supervisor_ready.set()
 
         if self._work() is Work.KILLING:  # ordered meanwhile: its answer is still owed
-            self._supervisor.kill_tree()
+            self.supervisor.kill_tree()
         if report is not None:
             report()
