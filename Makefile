@@ -31,7 +31,7 @@ SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
 SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
 # Held to that by a plugin: a test in it that starts a process, connects, sleeps or imports torch fails.
-FAST := tests/agent tests/authority tests/benchmarks tests/coordinator tests/corpus tests/diagnosis tests/protocol tests/scenarios tests/simulation
+FAST := tests/agent tests/authority tests/benchmarks tests/coordinator tests/corpus tests/diagnosis tests/protocol tests/scenarios tests/simulation tests/extensions/hangs/test_hang_detector.py tests/extensions/hangs/test_hang_reports.py tests/extensions/stragglers
 
 BIN := $(VENV)/bin
 TORCH ?=

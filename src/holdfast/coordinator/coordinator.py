@@ -1378,8 +1378,7 @@ class Coordinator:
     def _regroup(self, now: float, plan: Plan) -> None:
         """Form the next generation of workers that are already running."""
         before = self._world()
-        if before.started_s is not None:
-            before.hang = self._extensions.observed(now).hang
+        self._observe_end(now, before)
         self.generation = max(self.generation, self.previous.generation) + 1
         world = self.world = self._regrouping.form(now, self.generation, plan, before)
         self._enter(now, Phase.REGROUPING)
@@ -1430,8 +1429,7 @@ class Coordinator:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
         world.hung = culprit
-        if world.started_s is not None:
-            world.hang = self._extensions.observed(now).hang
+        self._observe_end(now, world)
         announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
         hung = culprit.rank if culprit is not None else None
@@ -1439,6 +1437,11 @@ class Coordinator:
             place = announced.places[member.name] if announced is not None else None
             self._tell(member, Stop(world.generation, reason, text, place, hung))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
+
+    def _observe_end(self, now: float, world: World) -> None:
+        """Keep what the extensions know of this world for the verdict: its workers stop, or leave it for another one."""
+        if world.started_s is not None:  # else what they know is still about the one before
+            world.hang = self._extensions.observed(now).hang
 
     def _announcement(self, world: World, reason: StopReason) -> Formation | None:
         """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of

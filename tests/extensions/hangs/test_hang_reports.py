@@ -11,9 +11,10 @@ from msgspec import structs
 from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.errors import EXIT_HUNG
-from holdfast.protocol.outcome import OutcomeKind
+from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind
 from holdfast.protocol.rank_progress import Finding, RanksAtPlace, RankStory, Standing
 from tests.coordinator.coordinator_harness import CoordinatorHarness, gathering, preparing, running, steps, training
+from tests.support.simulator.nodes import simple_judge
 from tests.support.simulator.stalls import examined_by, simple_examine
 
 
@@ -122,6 +123,38 @@ def test_one_that_went_on_and_failed_later_did_not_hang() -> None:
     harness.fail(1)
     harness.both_say(msg.Stopped(1))
     assert harness.machine.outcome.code == "HF200"
+
+
+def test_a_hang_that_a_regroup_ended_is_in_the_verdict_on_the_loss_and_in_no_later_one() -> None:
+    """As when somebody kills the rank for which the others wait."""
+    judged: list[Evidence] = []
+    harness = training(
+        least=1, max_restarts=2, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence)
+    )
+    harness.able(1, 2)
+    look_on(harness, 100.0, 1, 2)
+    harness.kill_worker(2)
+    assert harness.machine.phase is Phase.REGROUPING
+    harness.say(2, msg.WorkersFailed(1, (Failure(rank=1, local_rank=0, host="n2", pid=101, exit_code=-9),)))
+    harness.prepare(1, 2)
+    harness.able(1)
+    harness.fail(1)
+    harness.both_say(msg.Stopped(harness.machine.generation))
+    assert [evidence.hang is not None for evidence in judged] == [True, False]
+
+
+def test_a_loss_while_the_others_regroup_after_a_hang_is_judged_without_it() -> None:
+    judged: list[Evidence] = []
+    harness = training(
+        least=1, max_restarts=2, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence)
+    )
+    harness.able(1, 2)
+    look_on(harness, 100.0, 1, 2)
+    harness.kill_worker(2)
+    harness.fail(1)
+    assert harness.machine.phase is Phase.STOPPING
+    harness.both_say(msg.Stopped(harness.machine.generation))
+    assert [evidence.hang for evidence in judged] == [None]
 
 
 def test_a_node_that_does_not_answer_is_waited_for_once() -> None:
