@@ -37,7 +37,7 @@ BIN := $(VENV)/bin
 TORCH ?=
 TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
 # What may depend on the version of torch.
-WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
+WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchrun_handler tests/train tests/supervisor/test_store_host.py \
     tests/worker/test_progress.py \
     tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py \
     tests/processes/test_survive_jobs.py

@@ -13,7 +13,7 @@ from holdfast.agent.agent import WORK, Link
 from holdfast.agent.local_generation import Work
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Polled
-from holdfast.protocol.policy import HeldStates, Tick
+from holdfast.protocol.policy import Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.agent.agent_harness import (
     LIMITS,
@@ -62,9 +62,8 @@ def gets_newer_assign(harness: AgentHarness) -> None:
 
 
 def is_prepared(harness: AgentHarness) -> None:
-    states = HeldStates("10.0.0.1", 4_000, "a life", "/runs", 2, (0, 1))
-    harness.give(ev.NodePrepared(1, 40_000, states))
-    assert harness.sent() == [msg.Prepared(1, 40_000, states)]
+    harness.give(ev.NodePrepared(1, 40_000))
+    assert harness.sent() == [msg.Prepared(1, 40_000)]
 
 
 def is_started(harness: AgentHarness) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.authority.sole import Sole
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.coordinator_commands import Conclude, DropLink, Tell
+from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, Tell
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkOpened
 from holdfast.coordinator.ending import Judge
 from holdfast.extensions.hangs.messages import Look, Looked
@@ -77,13 +77,16 @@ class CoordinatorHarness:
         self.notes: list[Note] = []
         self.answers: list[tuple[int, msg.Answer]] = []
         """The link and the answer."""
+        self.commands: list[Command] = []
+        """Those of the newest event."""
         self.extended: list[tuple[int, msg.Extended]] = []
         """Messages of extensions but the one for hangs."""
         self.looks: list[tuple[int, Look]] = []
         """The link and the order to sample the workers."""
 
     def give(self, event: Event) -> None:
-        for command in self.machine.handle(self.now, event):
+        self.commands = self.machine.handle(self.now, event)
+        for command in self.commands:
             match command:
                 case Tell(link, msg.Answer() as answer):
                     self.answers.append((link, answer))

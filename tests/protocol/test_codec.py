@@ -62,7 +62,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, HeldStates, NodeSpec
+from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, NodeSpec
 from holdfast.protocol.rank_progress import FRAMES_MAX, Frame, RankProgress, RankSample, Stage
 
 text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
@@ -115,18 +115,9 @@ samples = st.builds(
     frames=st.lists(st.builds(Frame, file=text, line=rank, function=text), max_size=3).map(tuple),
     note=text,
 )
-held_states = st.builds(
-    HeldStates,
-    host=text,
-    port=port,
-    word=text,
-    folder=text,
-    world=rank,
-    ranks=st.lists(rank, max_size=3).map(tuple),
-)
 from_agent = st.one_of(
     st.builds(Join, node=nodes, last_generation=number),
-    st.builds(Prepared, generation=number, store_port=st.none() | port, states=st.none() | held_states),
+    st.builds(Prepared, generation=number, store_port=st.none() | port),
     st.builds(WorkerDone, generation=number, local_rank=local_rank, left=st.none() | failures),
     st.builds(WorkersFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
     st.builds(Stopped, generation=number),
@@ -161,7 +152,6 @@ from_coordinator = st.one_of(
         generation=number,
         master_addr=text,
         master_port=port,
-        states=st.lists(held_states, max_size=3).map(tuple),
     ),
     st.builds(Regroup, assign=assigns, safe_point=number, text=text),
     st.builds(Replace, generation=number, local_ranks=local_ranks),

@@ -158,7 +158,7 @@ class Crew:
         await self.next(TreeGone)
 
     async def close(self) -> None:
-        await self.group.close(None)
+        await self.group.close()
         self.router.close(1.0)
         self.console.close(1.0)
         self.journal.close()

@@ -641,7 +641,7 @@ class Agent:
         if self.work in (Work.PREPARED, Work.REGROUPING):
             self._prepared_s = now
             self.current.parted = bool(self.current.parting)
-            self._send(Prepared(event.generation, event.store_port, event.states))
+            self._send(Prepared(event.generation, event.store_port))
 
     # ---------------------------------------------------------------- RUNNING
 

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from holdfast.protocol.messages import FromCoordinator
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import HeldStates, Tick
+from holdfast.protocol.policy import Tick
 from holdfast.protocol.rank_progress import RankProgress
 
 
@@ -44,7 +44,6 @@ class NodePrepared(Struct, frozen=True):
 
     generation: int
     store_port: int | None
-    states: HeldStates | None = None
 
 
 class PrepareFailed(Struct, frozen=True):

@@ -40,7 +40,6 @@ from holdfast.coordinator.formation import (
     all_places,
     assigned,
     decide,
-    offers,
     seat,
 )
 from holdfast.coordinator.incident import Incidents, how
@@ -108,7 +107,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow, HeldStates, JobSpec, Limits, NodeSpec, Note, Pauses
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Pauses
 from holdfast.protocol.rank_progress import JobView
 from holdfast.protocol.throughput import Throughput
 from holdfast.protocol.train_contract import Survive
@@ -1101,9 +1100,9 @@ class Coordinator:
     def _on_prepared(self, now: float, member: Member, message: Prepared) -> None:
         generation = message.generation
         if self._announced is not None and generation == self._announced.world.generation:
-            self._announced.world.on_prepared(member.name, message.store_port, message.states)
+            self._announced.world.on_prepared(member.name, message.store_port)
         elif generation == self.generation and self.phase in (Phase.PREPARING, Phase.REGROUPING):
-            self._world().on_prepared(member.name, message.store_port, message.states)
+            self._world().on_prepared(member.name, message.store_port)
         # It joins beside running workers, and starts its own (scenario `survive_node_lost`).
         elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
             self._regrouping.arrived(self._world(), member)
@@ -1137,11 +1136,14 @@ class Coordinator:
         world.started_s = now
         world.master = self._fixed_master or (master_address(members), world.store_port)
         self._gather_until_s = None
+        for member in members:
+            self._membership.set_busy(member, world.generation)
+        if not regrouped:
+            self._out += self._extensions.start_follows(now, world.generation)
         self._enter(now, Phase.RUNNING)
         self._training.begin(world)
-        offered = {} if regrouped else offers(world)  # workers that go on have their states
         for member in members:
-            self._start_member(now, member, world, offered.get(member.name, ()))
+            self._start_member(now, member, world)
         for member in parting:  # the others do not need them any more
             self._tell(member, Stop(world.generation, StopReason.MEMBER_LEFT))
         self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
@@ -1152,12 +1154,12 @@ class Coordinator:
             if leaving is not None:
                 self._drain_for(now, leaving)
 
-    def _start_member(self, now: float, member: Member, world: World, states: tuple[HeldStates, ...] = ()) -> None:
+    def _start_member(self, now: float, member: Member, world: World) -> None:
         self._membership.set_busy(member, world.generation)
         member.first_started_s = member.first_started_s or now
         interval_s = self.limits.progress_interval_of(len(world.order))
         before, age_s = self._endings.before, self._authority.age_s(now)
-        self._tell(member, Start(world.generation, *world.master, interval_s, before, self.job_uid, age_s, states))
+        self._tell(member, Start(world.generation, *world.master, interval_s, before, self.job_uid, age_s))
 
     # ---------------------------------------------------------------- RUNNING
 
@@ -1439,7 +1441,8 @@ class Coordinator:
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
     def _observe_end(self, now: float, world: World) -> None:
-        """Keep what the extensions know of this world for the verdict: its workers stop, or leave it for another one."""
+        """Keep what the extensions know of this world for the verdict: its workers stop, or leave it for another
+        one."""
         if world.started_s is not None:  # else what they know is still about the one before
             world.hang = self._extensions.observed(now).hang
 

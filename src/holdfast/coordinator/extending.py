@@ -34,6 +34,7 @@ from holdfast.protocol.extension import (
     SafePointRefused,
     SaveAtSafePoint,
     Started,
+    StartFollows,
     ToCore,
     ToNode,
     UserRequest,
@@ -108,6 +109,14 @@ class Extensions:
             self.happens(Started(generation))
         elif generation and drained != drains:
             self.happens(DrainBegan(generation) if drains else DrainEnded(generation))
+
+    def start_follows(self, now: float, generation: int) -> list[Command]:
+        """Report that the workers of a generation start next. Returns what is sent before."""
+        for name in list(self._made):
+            self._order(name, lambda extension: extension.happened(now, StartFollows(generation)))
+        first = [order for order in self._out if not isinstance(order, ToCore)]
+        self._out = [order for order in self._out if isinstance(order, ToCore)]
+        return first
 
     def happens(self, event: Happened) -> None:
         """Report this when the present event of the machine has been handled to its end."""

@@ -99,6 +99,13 @@ class UserRequest(Struct, frozen=True):
     """A value of the type in `CoordinatorExtension.questions`."""
 
 
+class StartFollows(Struct, frozen=True):
+    """All nodes of a generation are prepared. A message to a node that is ordered now arrives before its workers start.
+    It is not reported when running workers form a generation."""
+
+    generation: int
+
+
 class Started(Struct, frozen=True):
     """The workers of a generation run."""
 
@@ -153,7 +160,17 @@ class StopDelayed(Struct, frozen=True):
     `CoordinatorExtension.observed` says that the answer is not complete."""
 
 
-Happened = Started | Ended | DrainBegan | DrainEnded | MemberLost | SafePointAgreed | SafePointRefused | StopDelayed
+Happened = (
+    StartFollows
+    | Started
+    | Ended
+    | DrainBegan
+    | DrainEnded
+    | MemberLost
+    | SafePointAgreed
+    | SafePointRefused
+    | StopDelayed
+)
 
 # --- what it may order ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import (
     WORKERS_PER_NODE_MAX,
     Count,
-    HeldStates,
     LocalRank,
     NodeSpec,
     Period,
@@ -96,8 +95,6 @@ class Prepared(AgentMessage, frozen=True, tag="prepared"):
     generation: Count
     store_port: Port | None = None
     """Set only by the node that hosts the store."""
-    states: HeldStates | None = None
-    """States that this node's saver gives to other nodes; None: it gives none."""
 
 
 class WorkerDone(AgentMessage, frozen=True, tag="done"):
@@ -297,8 +294,6 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     """Identifies the job, through all its generations; unlike the run id it is never used twice."""
     age_s: Seconds = 0.0
     """Age of the coordinator's authority: see Pong. The agent's fence counts from that time before its Prepared."""
-    states: Annotated[tuple[HeldStates, ...], OF_ONE_NODE] = ()
-    """Places of the states of this node's ranks, if it has none of its own: it fetches them while its workers start."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):

@@ -44,13 +44,12 @@ from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Recei
 from holdfast.coordinator.ending import Judge
 from holdfast.detached import run_detached
 from holdfast.journal import JOURNAL_NAME, Journal
-from holdfast.metrics import observing
 from holdfast.protocol.errors import EXIT_FAILURE, ProtocolError
 from holdfast.protocol.messages import Answer, Extended, FromAgent, FromCoordinator, Waiting
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
-from holdfast.protocol.rank_progress import JobView, RankProgress
+from holdfast.protocol.rank_progress import JobView
 from holdfast.run_folder import RunFolder
 from holdfast.runtime.control import Control
 from holdfast.runtime.control_requests import ControlRequests
@@ -164,17 +163,16 @@ async def _run_job(
         service = AgentService(options, supervisor, judge, folder, console, router, journal, host, load, extensions)
         try:
             service.extensions.begin(options)
-            with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
-                outcome = await _outcome(service, journal, folder)
-                if signal.SIGINT not in supervisor.ignored and (task := asyncio.current_task()) is not None:
-                    # Python's own KeyboardInterrupt is lost where it meets an import or a finalizer.
-                    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-                _write_end(journal, outcome)
-                await asyncio.to_thread(write_reports, outcome, folder.path)
-                text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
-                router.hide_tracebacks(_explained_in(text, outcome))
-                if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
-                    stall_s = CONSOLE_LAST_CHANCE_S_MAX
+            outcome = await _outcome(service, journal, folder)
+            if signal.SIGINT not in supervisor.ignored and (task := asyncio.current_task()) is not None:
+                # Python's own KeyboardInterrupt is lost where it meets an import or a finalizer.
+                asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+            _write_end(journal, outcome)
+            await asyncio.to_thread(write_reports, outcome, folder.path)
+            text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
+            router.hide_tracebacks(_explained_in(text, outcome))
+            if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
+                stall_s = CONSOLE_LAST_CHANCE_S_MAX
         finally:
             await service.extensions.reported()
         if text:
@@ -335,7 +333,7 @@ class AgentService:
                     self._dialing.cancel()
                 await self._rendezvous.close()
                 await extensions.close(self._outcome())
-                await worker_group.close(self._outcome())
+                await worker_group.close()
                 # Before `holdfast stop` and `holdfast logs -f` get their answer: the next command reads the files.
                 await run_detached(self._router.finish_files)
                 await control.close(self._outcome())
@@ -343,10 +341,6 @@ class AgentService:
 
     def _as_seen(self) -> Node:
         """This node, as its extensions see it."""
-
-        def workers() -> WorkerGroup:
-            assert self._worker_group is not None
-            return self._worker_group
 
         return Node(
             self._machine,
@@ -356,7 +350,7 @@ class AgentService:
             self._journal,
             self._console.say,
             self._feed,
-            workers,
+            lambda: self._worker_group,
             self.view,
         )
 
@@ -364,10 +358,6 @@ class AgentService:
         """The outcome; None: there is none yet, or a fault of ours in its place."""
         ended = self._ended
         return ended.result() if ended.done() and not ended.cancelled() and ended.exception() is None else None
-
-    def look(self) -> tuple[RankProgress, ...]:
-        """The progress of this node's workers; empty while there are none."""
-        return self._worker_group.progress() if self._worker_group is not None else ()
 
     def view(self) -> JobView | None:
         """The coordinator's view of the job; None: it does not run here."""
@@ -532,6 +522,5 @@ class AgentService:
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
         if self._rendezvous.coordinator is not None and self._worker_group is not None:
-            self._worker_group.serve_dashboard()
             self.extensions.happened(CoordinatorHosted())
         self._feed(self._rendezvous.dialed())

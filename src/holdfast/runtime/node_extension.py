@@ -114,14 +114,13 @@ class Node:
         journal: Journal,
         say: Callable[..., None],
         feed: Callable[[Event], None],
-        workers: Callable[[], NodeWorkers],
+        workers: Callable[[], NodeWorkers | None],
         job_view: Callable[[], JobView | None],
     ) -> None:
-        """`feed` hands an event to the agent's machine. `workers` is called when there are workers, or processes of an
-        extension, for the first time at the earliest."""
+        """`feed` hands an event to the agent's machine. `workers` returns those of this node; None: the job has
+        not begun."""
         self._machine = machine
         self._node = node
-        self._fault = journal.fault
         self._feed = feed
         self._workers = workers
         self._loop = asyncio.get_running_loop()
@@ -133,6 +132,8 @@ class Node:
         """The run folder; None: there are no files."""
         self.write = journal.write
         """Writes an event to the journal: `write("profile", rank=3)`."""
+        self.fault = journal.fault
+        """Writes an exception to the journal that ends nothing, with the name of what has failed."""
         self.listen = journal.listen
         """Calls a function with the name and the fields of each event of the journal from now on, until its end."""
         self.say = say
@@ -158,19 +159,26 @@ class Node:
     def supervisor(self) -> SupervisorClient:
         """The parent of the workers, and of the processes that an extension starts (supervisor/service_process.py).
         Another one takes its place when it is killed: SupervisorReplaced."""
-        return self._workers().supervisor
+        return self._group.supervisor
 
     def workers(self, generation: int) -> RunningGeneration | None:
         """The workers of this generation; None: it does not run here."""
-        return self._workers().workers(generation)
+        return self._group.workers(generation)
 
     def progress(self) -> tuple[RankProgress, ...]:
         """The progress of this node's workers; empty while there are none."""
-        return self._workers().progress()
+        workers = self._workers()
+        return workers.progress() if workers is not None else ()
 
     async def samples(self) -> tuple[RankSample, ...]:
         """Sample the stacks of all workers."""
-        return await self._workers().samples()
+        return await self._group.samples()
+
+    @property
+    def _group(self) -> NodeWorkers:
+        workers = self._workers()
+        assert workers is not None
+        return workers
 
     def start(self, extension: str, work: Coroutine[Any, Any, None]) -> None:
         """Run this beside the agent. It is cancelled when the agent ends; its error goes to the journal, as a fault of
@@ -183,7 +191,7 @@ class Node:
         try:
             await work
         except Exception as error:  # noqa: BLE001 - what an extension does ends no job
-            self._fault(extension, error)
+            self.fault(extension, error)
 
     def quit(self, *, drain: bool, by: str) -> None:
         """End this node's part of the job, as a signal would."""

@@ -27,7 +27,6 @@ from holdfast.journal import Journal
 from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions
-from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
 from holdfast.run_folder import RunFolder, WorkerSlot
 from holdfast.runtime.node_extension import (
@@ -46,13 +45,12 @@ from holdfast.supervisor.client import (
     SupervisorClient,
     revive_supervisor,
 )
-from holdfast.supervisor.dashboard_host import DashboardHost
 from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.log_spool import WorkerStreams
 from holdfast.supervisor.release import FIRST_LOOK
-from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
+from holdfast.supervisor.store_host import StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
 from holdfast.supervisor.worker_command import binding_for, order_for, script_argv
 
@@ -110,9 +108,6 @@ class WorkerGroup:
         self._observer = Observer(tasks, emit, folder=folder.path, fault=journal.fault)
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
-        self._saver = SaverHost(self.supervisor, options.job.run_id, on_notice, journal, options.token)
-        place, run_id, path = options.dashboard, options.job.run_id, str(folder.path or "")
-        self._dashboard = DashboardHost(self.supervisor, place, run_id, path, journal, on_notice) if place else None
         self._cpus: dict[int, list[int]] = {}
         """CPUs by local rank, with --numa-binding."""
         self._logs_lock = asyncio.Lock()
@@ -135,8 +130,6 @@ class WorkerGroup:
     def start(self, assign: Assign, start: Start) -> None:
         """Start the workers, at once where possible: a stop order may follow directly and must find the workers."""
         running = self._begin(assign, start)
-        ranks = {each: running.rank_of(each) for each in taking_part(assign, self._options.nproc)}
-        self._saver.prefetch(ranks, start.states)
         self._extensions.happened(WorkersStarted(assign, start))
         if self._supervisor_ready.is_set():
             self._spawn(running)
@@ -263,18 +256,10 @@ class WorkerGroup:
             left_s = CONFIRM_S_MAX if at_s is None else max(0.0, at_s - self._loop.time()) + self._at_once_s
             self.supervisor.kill_tree(confirm_s=min(left_s, CONFIRM_S_MAX))
 
-    def serve_dashboard(self) -> None:
-        """The coordinator runs here: if a dashboard is wanted, it does too."""
-        if self._dashboard is not None:
-            self._dashboard.open()
-
-    async def close(self, outcome: Outcome | None) -> None:
-        """End everything: no process of this group is alive afterwards. `outcome` None: a fault of ours ends it."""
-        if self._dashboard is not None:
-            await self._dashboard.close(outcome)
+    async def close(self) -> None:
+        """End everything: no process below the supervisor is alive afterwards."""
         if self._store is not None:
             self._store.close()
-        await self._saver.close()
         await self.supervisor.close()
         self._phases.close()
         self._progress_notes.close()
@@ -307,7 +292,7 @@ class WorkerGroup:
             self._emit(PrepareFailed(generation, PeerError.code, PeerError.exit_code, text))
         else:
             self._extensions.happened(GenerationPrepared(assign))
-            self._emit(NodePrepared(generation, port, self._saver.states()))
+            self._emit(NodePrepared(generation, port))
 
     def _open_logs(self, assign: Assign) -> dict[int, WorkerStreams]:
         """Open the log files. Call it in a thread: a stalled disk must not keep this node from answering.
@@ -331,7 +316,7 @@ class WorkerGroup:
             warm = script_argv(self._options) if "torch" in self._options.preload.modules else []
             eager = not warm and bool(self._options.preload.torch)  # otherwise it starts when a client connects
             await self._supervisor_ready.wait()
-            self._store = StoreHost(self.supervisor, python, self._on_store_lost, eager=eager, warm_argv=warm)
+            self._store = StoreHost(lambda: self.supervisor, python, self._on_store_lost, eager=eager, warm_argv=warm)
         return self._store.reserve(loopback_only=assign.local_world)
 
     def _open_store(self, assign: Assign) -> None:
@@ -406,18 +391,12 @@ class WorkerGroup:
             ends=Ends(self._tasks, self._emit, self._journal, self._router, self._oom, generation),
             on_gate=self._at_gate,
             parent=self._environ,
-            variables=self._environment,
+            variables=self._extensions.environment,
         )
         self._phases.start(generation, assign.restart_count, self._options.nproc, running.board)
         self._write_begin(running, start)
         self._observer.start(start, running.board, running.rank_of, self._look_at_workers)
         return running
-
-    def _environment(self, generation: int, local_rank: int) -> dict[str, str]:
-        return {
-            **self._saver.environment(generation, local_rank),
-            **self._extensions.environment(generation, local_rank),
-        }
 
     def _write_begin(self, running: RunningGeneration, start: Start) -> None:
         assign = running.assign
@@ -438,10 +417,7 @@ class WorkerGroup:
     # ---------------------------------------------------------------- events of the supervisor
 
     def _on_supervisor(self, event: supervisor_client.SupervisorEvent) -> None:
-        self._saver.handle(event)
         self._extensions.supervisor(event)
-        if self._dashboard is not None:
-            self._dashboard.handle(event)
         if self._store is not None:
             self._store.handle(event)
         match event:
@@ -511,10 +487,7 @@ class WorkerGroup:
 
         # The new one has none of the settings that were sent to the one that was killed.
         self.supervisor = SupervisorClient(handle, self._on_supervisor, at_once_s=self._at_once_s)
-        self._saver.renew(self.supervisor)
         self._extensions.supervisor(SupervisorReplaced())
-        if self._dashboard is not None:
-            self._dashboard.renew(self.supervisor)
         if self._options.preempt_signal is not None:
             self.supervisor.ignore(self._options.preempt_signal)
         self.supervisor.fence(*self._fence_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -17,14 +16,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import holdfast.metrics as module
+from holdfast.extensions.metrics import server as module
+from holdfast.extensions.metrics.exposition import Metrics
+from holdfast.extensions.metrics.server import HttpResponse, Server
+from holdfast.extensions.metrics.vitals import STALL_S, STEP_WINDOW_S, Vitals, VitalsSample, health
 from holdfast.listening import bind_named
-from holdfast.metrics import HttpResponse, Server
-from holdfast.metrics.exposition import Metrics
-from holdfast.metrics.listeners import STALL_S, STEP_WINDOW_S, TorchEvents, Vitals, VitalsSample, health
 from holdfast.protocol.errors import PortInUseError
-from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
-from holdfast.protocol.policy import JobSpec, Limits
+from holdfast.protocol.options import Endpoint
 from holdfast.protocol.rank_progress import JobView, NodeView, RankProgress, Stage
 from tests.support.limits import limit_s
 
@@ -303,47 +301,9 @@ def test_every_metric_is_on_the_page_of_metrics() -> None:
         run_id="r", phase="", generation=1, restarts=0, restarts_max=0, world_size=0, since_s=0, job_s=0, training_s=0
     )
     facts = VitalsSample(taken_s=0.0, run_id="r", node="a", job=job)
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     families = text_string_to_metric_families(Metrics(lambda: facts).text().decode())
     assert [family.name for family in families if f"`{family.name}" not in page] == []
-
-
-OPTIONS = RunOptions(
-    job=JobSpec(run_id="r", backend="c10d", min_nodes=1, max_nodes=1, max_restarts=1),
-    limits=Limits(),
-    nproc=2,
-    command=WorkerCommand(kind=CommandKind.SCRIPT, target="t.py", python="/x/python3"),
-    logs=LogOptions(log_dir=None),
-    endpoint=Endpoint(host="h", port=1),
-)
-PLACE = {"generation": 1, "local_rank": 1, "rank": 1, "pid": 7}
-
-
-def test_torchelastics_events() -> None:
-    written: list[str] = []
-    events = TorchEvents(OPTIONS, written.append)
-    events.heard("generation", {"generation": 1, **GENERATION, "group_rank": 0, "group_world_size": 1})
-    events.heard("worker_started", PLACE)
-    events.heard("worker_ended", {**PLACE, "exit_code": 1, "stopped": False})
-    failed = {**PLACE, "exit_code": 1, "message": "ValueError: x", "after_stop": False}
-    events.heard("worker_failed", failed)
-    events.heard("worker_failed", failed | {"after_stop": True})
-    events.heard("worker_ended", {**PLACE, "exit_code": -15, "stopped": True})
-    events.heard("worker_ended", {**PLACE, "exit_code": 0, "stopped": False})
-    events.heard("ended", {"kind": "failed", "exit_code": 1})
-    told = [json.loads(line) for line in written]
-    assert [(each["source"], each["metadata"]["state"]) for each in told] == [
-        ("AGENT", "RENDEZVOUS"),
-        ("AGENT", "ASSIGN_WORKER_RANKS"),
-        ("WORKER", "START"),
-        ("WORKER", "FAILED"),
-        ("WORKER", "TERMINATED"),
-        ("WORKER", "SUCCEEDED"),
-        ("AGENT", "FAILED"),
-    ]
-    assert all(each["name"] == f"torchelastic.worker.status.{each['metadata']['state']}" for each in told)
-    assert json.loads(told[3]["metadata"]["raw_error"])["message"]["message"] == "ValueError: x"
-    assert json.loads(told[2]["metadata"]["metadata"])["entry_point"] == "python3"
 
 
 def test_vitals_that_fail_say_so_once_and_beat_on() -> None:

@@ -1,4 +1,4 @@
-"""The store host with torch's own clients, over generations, and without any; a saver that cannot be started, or ends."""
+"""The store host with torch's own clients, over generations, and without any."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast import memory_folder, seqpacket
-from holdfast.journal import Journal
-from holdfast.memory_folder import SOCKET
-from holdfast.protocol import train_contract
-from holdfast.protocol.policy import HeldStates
 from holdfast.supervisor import processes
 from holdfast.supervisor.client import ProcessEnded
-from holdfast.supervisor.service_host import CONTROL_FD, SaverHost, StoreHost
-from holdfast.train.snapshots.slots import SlotOwner, Slots
+from holdfast.supervisor.store_host import StoreHost
 from tests.support.limits import limit_s
 
 # One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.
@@ -78,7 +71,7 @@ class Rig:
     def __init__(self, bench: Any, *, python: str = sys.executable, eager: bool = False) -> None:
         self.lost: list[tuple[int, str]] = []
         self.supervisor = bench.supervisor
-        self.host = StoreHost(bench.supervisor, python, lambda *word: self.lost.append(word), eager=eager)
+        self.host = StoreHost(lambda: bench.supervisor, python, lambda *word: self.lost.append(word), eager=eager)
         bench.supervisor._on_event = self.host.handle
 
     def open(self, generation: int, *, loopback_only: bool) -> int:
@@ -220,110 +213,3 @@ async def test_listening_addresses(bench: Any) -> None:
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) == 0
     rig.host.close()
-
-
-class PretendSupervisor:
-    """Starts nothing; the test has the service's end of the socket."""
-
-    def __init__(self) -> None:
-        self.alive = True
-        self.key = ""
-        self.control = socket.socket()
-        self.started = asyncio.Event()
-
-    def spawn(self, key: str, argv: object, *, fds: Mapping[int, int], **_: object) -> None:
-        self.control.close()
-        self.key, self.control = key, socket.socket(fileno=os.dup(fds[CONTROL_FD]))
-        self.started.set()
-
-    def remove_at_end(self, path: str) -> None:
-        pass
-
-
-async def test_what_a_saver_has_sent_is_shown_though_its_end_is_reported_first() -> None:
-    notices: list[str] = []
-    supervisor: Any = PretendSupervisor()
-    host = SaverHost(supervisor, "job", notices.append, Journal(None))
-    folder = host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
-        worker.connect(f"{folder}/{SOCKET}")
-        await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
-    for text in ("the first", "the second"):
-        seqpacket.send(supervisor.control, {"is": "news", "text": text})
-    supervisor.control.close()
-    host.handle(ProcessEnded(supervisor.key, 1, 0))
-    assert notices == ["snapshots: the first", "snapshots: the second"]
-    supervisor.alive = False  # starts no other saver for the connection that still waits
-    await host.close()
-
-
-async def test_a_saver_that_cannot_be_started_is_reported_once(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    notices: list[str] = []
-    host = SaverHost(bench.supervisor, "job", notices.append, Journal(None))
-    bench.supervisor._on_event = host.handle
-    monkeypatch.setattr(train_contract.sys, "executable", "/no/such/python")
-    folder = host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
-        worker.connect(f"{folder}/{SOCKET}")
-        await bench.until(lambda: bool(notices))
-    await host.close()
-    (notice,) = notices
-    assert "could not be started: No such file or directory" in notice
-    assert os.path.basename(folder) not in os.listdir(os.path.dirname(folder))
-
-
-async def test_what_a_saver_gives_is_known_until_it_ends() -> None:
-    supervisor: Any = PretendSupervisor()
-    host = SaverHost(supervisor, "job", print, Journal(None))
-    folder = Path(host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0])
-    assert host.states() is None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
-        worker.connect(f"{folder}/{SOCKET}")
-        await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
-    (folder / memory_folder.COPIES).mkdir()
-    for rank in (6, 7, 8):
-        copies = Slots(folder / memory_folder.COPIES, SlotOwner(rank), 2)
-        memory = copies.stage(3, 10)
-        assert memory is not None
-        if rank < 8:
-            copies.commit()
-        copies.close()
-    (folder / memory_folder.COPIES / "9.owner").touch()
-
-    async def said(word: str, *ranks: int, port: int = 4_000, folder: str = "/runs") -> HeldStates | None:
-        about = {"is": "serving", "host": "10.0.0.1", "port": port, "word": word, "folder": folder, "world": 8}
-        for rank in ranks:
-            seqpacket.send(supervisor.control, {**about, "rank": rank})
-        seqpacket.send(supervisor.control, {"is": "up"})
-        await asyncio.sleep(0.05)
-        return host.states()
-
-    assert await said("a life", 0, 1) == HeldStates("10.0.0.1", 4_000, "a life", "/runs", 8, (0, 1, 6, 7))
-    assert await said("the next", 1) == HeldStates("10.0.0.1", 4_000, "the next", "/runs", 8, (1, 6, 7))
-    assert await said("one that cannot", 1, port=0) is None
-    assert await said("one whose folder no message can hold", 1, folder="/runs\udcff") is None
-    supervisor.alive = False
-    supervisor.control.close()
-    host.handle(ProcessEnded(supervisor.key, 1, 0))
-    assert host.states() is None
-    await host.close()
-
-
-async def test_the_saver_gets_its_order_before_any_worker_comes() -> None:
-    supervisor: Any = PretendSupervisor()
-    host = SaverHost(supervisor, "job", print, Journal(None))
-    host.prefetch({0: 4, 1: 5}, ())
-    assert not supervisor.started.is_set(), "nobody has anything"
-    has = HeldStates("10.0.0.1", 4_000, "a life", "/runs", 8, (1, 5))
-    host.prefetch({0: 4, 1: 5}, (has,))
-    folder = host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0]
-    assert (Path(folder) / memory_folder.PREFETCH).is_dir()
-    await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
-    received = seqpacket.receive(supervisor.control)
-    assert received is not None
-    assert received[0] == {"do": "prefetch", "states": [[1, 5, [["10.0.0.1", 4_000, "a life", "/runs"]]]]}
-    supervisor.alive = False
-    supervisor.control.close()
-    host.handle(ProcessEnded(supervisor.key, 1, 0))
-    assert not (Path(folder) / memory_folder.PREFETCH).exists(), "nobody waits for a saver that has ended"
-    await host.close()

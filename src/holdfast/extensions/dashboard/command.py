@@ -21,7 +21,7 @@ SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 """Variables of which one is set where there is a browser outside of the terminal."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main_dashboard(argv: Sequence[str]) -> int:
     """Run `holdfast dashboard` with these arguments. Returns the exit status. Raises HoldfastError."""
     import asyncio
     import webbrowser
@@ -29,11 +29,11 @@ def main(argv: Sequence[str]) -> int:
     from threading import Thread
 
     from holdfast.cli.resolve import serving_place
+    from holdfast.extensions.dashboard.credentials import Credentials, check_packages, login_link
     from holdfast.listening import bind_named
-    from holdfast.supervisor.dashboard_host import Credentials, check_packages, login_link
     from holdfast.text import is_loopback
 
-    chosen = parser().parse_args(argv)
+    chosen = dashboard_parser().parse_args(argv)
     check_packages()
     try:
         place = serving_place(chosen.port)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> Parser:
+def dashboard_parser() -> Parser:
     made = Parser(prog="holdfast dashboard", description="Show a job, running or ended, as a page in the browser.")
     made.add_argument(
         "run",

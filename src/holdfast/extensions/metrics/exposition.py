@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from holdfast.metrics.listeners import VitalsSample
+from holdfast.extensions.metrics.vitals import VitalsSample
 from holdfast.protocol.rank_progress import JobView
 from holdfast.version import __version__
 
