@@ -1441,8 +1441,7 @@ class Coordinator:
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
     def _observe_end(self, now: float, world: World) -> None:
-        """Keep what the extensions know of this world for the verdict: its workers stop, or leave it for another
-        one."""
+        """Keep what the extensions know of this world for the verdict: its workers stop, or leave it for another."""
         if world.started_s is not None:  # else what they know is still about the one before
             world.hang = self._extensions.observed(now).hang
 
