@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from holdfast.coordinator.coordinator_commands import Tell
 from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.extensions.saver.coordinator import offers
-from holdfast.extensions.saver.messages import HeldStates, Holds, Sources
+from holdfast.extensions.saver.messages import HeldStates, Holds, StateSources
 from holdfast.protocol import messages as msg
 from holdfast.protocol.extension import NodeSeen
 from tests.coordinator.coordinator_harness import regrouping, running
@@ -47,7 +47,7 @@ def test_a_newcomer_is_told_who_has_its_states_before_its_workers_start() -> Non
     harness.say(3, msg.Prepared(generation))
     told = [type(each.message) for each in harness.commands if isinstance(each, Tell) and each.link == 3]
     assert told == [msg.Extended, msg.Start]
-    assert harness.ordered(3, Sources) == Sources(generation, (states,))
+    assert harness.ordered(3, StateSources) == StateSources(generation, (states,))
     assert harness.extended == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from holdfast.extensions.saver.messages import HeldStates, Holds, Sources
+from holdfast.extensions.saver.messages import HeldStates, Holds, StateSources
 from holdfast.protocol.extension import (
     CoordinatorExtension,
     Happened,
@@ -35,7 +35,7 @@ class AtCoordinator(CoordinatorExtension):
             case StartFollows(generation):
                 held = {name: each.states for name, each in self._held.items() if each.generation == generation}
                 found = offers(self.job.nodes(), self.job.world_size, held)
-                return [ToNode(member, Sources(generation, states)) for member, states in found.items() if states]
+                return [ToNode(member, StateSources(generation, states)) for member, states in found.items() if states]
             case MemberLost(member):
                 self._held.pop(member, None)
         return ()

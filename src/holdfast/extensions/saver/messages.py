@@ -27,14 +27,14 @@ class HeldStates(Struct, frozen=True, array_like=True):
 
 
 class Holds(Struct, frozen=True, array_like=True):
-    """From a node that has prepared a generation: the states that its saver gives. A node that gives none is silent."""
+    """A node that has prepared a generation says which states its saver gives. One that gives none says nothing."""
 
     generation: Count
     states: HeldStates
 
 
-class Sources(Struct, frozen=True, array_like=True):
-    """To a node that has no states of its own, before its workers start: it fetches these meanwhile."""
+class StateSources(Struct, frozen=True, array_like=True):
+    """A node that has no states of its own gets this before its workers start, and fetches these meanwhile."""
 
     generation: Count
     states: Annotated[tuple[HeldStates, ...], Meta(max_length=WORKERS_PER_NODE_MAX)] = ()

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from holdfast import seqpacket
-from holdfast.extensions.saver.messages import HeldStates, Holds, Sources
+from holdfast.extensions.saver.messages import HeldStates, Holds, StateSources
 from holdfast.memory_folder import (
     COPIES,
     KEY,
@@ -57,7 +57,7 @@ FAILURES_MAX = 3
 class OnNode(NodeExtension):
     """The saver of one node, over all generations."""
 
-    messages = Sources
+    messages = StateSources
 
     def __init__(self, node: Node, send: Send) -> None:
         super().__init__(node, send)
@@ -67,8 +67,8 @@ class OnNode(NodeExtension):
             self._on_packet,
             lambda: self._gone.set(),  # noqa: PLW0108 - it does not exist yet
         )
-        self._sources = Sources(0)
-        """Where the ranks of a generation find their states, as the coordinator has sent it last."""
+        self._sources = StateSources(0)
+        """The newest message of the coordinator."""
         self._loop = asyncio.get_running_loop()
         self._memory_folder: MemoryFolder | None = None
         self._listening: socket.socket | None = None
@@ -89,7 +89,7 @@ class OnNode(NodeExtension):
             return {}
         return {SAVER_VARIABLE: f"{self._memory_folder.path}@{generation}@{local_rank}"}
 
-    def heard(self, message: Sources) -> None:
+    def heard(self, message: StateSources) -> None:
         self._sources = message
 
     def happened(self, event: NodeHappened) -> None:
