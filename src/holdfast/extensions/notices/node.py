@@ -97,8 +97,7 @@ class Notices:
 class OnNode(NodeExtension):
     def __init__(self, node: Node, send: Send) -> None:
         super().__init__(node, send)
-        write = node.write
-        self._sender = Sender(node.options.notify, lambda to, why: write("notice_lost", to=to, why=why))
+        self._sender = Sender(node.options.notify, lambda to, why: self.node.write("notice_lost", to=to, why=why))
         node.listen(Notices(node.run_id, node.host, self._sender.send).heard)
 
     async def reported(self) -> None:
