@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from holdfast import memory_folder, seqpacket
-from holdfast.extensions.saver.messages import HeldStates
+from holdfast.extensions.saver.messages import HeldStates, Holds, StateSources
 from holdfast.extensions.saver.node import OnNode
 from holdfast.journal import Journal
 from holdfast.memory_folder import SOCKET
 from holdfast.protocol import train_contract
+from holdfast.protocol.messages import Assign, Start
+from holdfast.runtime.node_extension import GenerationPrepared, WorkersStarted
 from holdfast.supervisor.client import ProcessEnded
 from holdfast.supervisor.service_process import CONTROL_FD
 from holdfast.train.snapshots.slots import SlotOwner, Slots
@@ -43,11 +45,22 @@ class PretendSupervisor:
         pass
 
 
-def saver_of(supervisor: Any, say: Callable[[str], object] = print) -> OnNode:
+def place(generation: int) -> Assign:
+    """The place of a node with ranks 4 and 5 of 8."""
+    return Assign(generation, 0, 2, 4, 4, 8, 4, 8, hosts_store=False)
+
+
+def saver_of(
+    supervisor: Any, say: Callable[[str], object] = print, send: Callable[[Any], None] = lambda _message: None
+) -> OnNode:
     node: Any = SimpleNamespace(
-        supervisor=supervisor, run_id="job", options=SimpleNamespace(token=None), say=say, write=Journal(None).write
+        supervisor=supervisor,
+        run_id="job",
+        options=SimpleNamespace(token=None, nproc=2),
+        say=say,
+        write=Journal(None).write,
     )
-    return OnNode(node, lambda _message: None)
+    return OnNode(node, send)
 
 
 async def test_what_a_saver_has_sent_is_shown_though_its_end_is_reported_first() -> None:
@@ -86,10 +99,10 @@ async def test_a_saver_that_cannot_be_started_is_reported_once(
 
 
 async def test_what_a_saver_gives_is_known_until_it_ends() -> None:
+    sent: list[Holds] = []
     supervisor: Any = PretendSupervisor()
-    host = saver_of(supervisor)
+    host = saver_of(supervisor, send=sent.append)
     folder = Path(host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0])
-    assert host.states() is None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
         worker.connect(f"{folder}/{SOCKET}")
         await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
@@ -103,13 +116,19 @@ async def test_what_a_saver_gives_is_known_until_it_ends() -> None:
         copies.close()
     (folder / memory_folder.COPIES / "9.owner").touch()
 
+    host.happened(GenerationPrepared(place(3)))
+    assert sent == [], "it gives nothing"
+
     async def said(word: str, *ranks: int, port: int = 4_000, folder: str = "/runs") -> HeldStates | None:
         about = {"is": "serving", "host": "10.0.0.1", "port": port, "word": word, "folder": folder, "world": 8}
         for rank in ranks:
             seqpacket.send(supervisor.control, {**about, "rank": rank})
         seqpacket.send(supervisor.control, {"is": "up"})
         await asyncio.sleep(0.05)
-        return host.states()
+        sent.clear()
+        host.happened(GenerationPrepared(place(3)))
+        assert all(each.generation == 3 for each in sent)
+        return sent[0].states if sent else None
 
     assert await said("a life", 0, 1) == HeldStates("10.0.0.1", 4_000, "a life", "/runs", 8, (0, 1, 6, 7))
     assert await said("the next", 1) == HeldStates("10.0.0.1", 4_000, "the next", "/runs", 8, (1, 6, 7))
@@ -118,17 +137,22 @@ async def test_what_a_saver_gives_is_known_until_it_ends() -> None:
     supervisor.alive = False
     supervisor.control.close()
     host.supervisor(ProcessEnded(supervisor.key, 1, 0))
-    assert host.states() is None
+    sent.clear()
+    host.happened(GenerationPrepared(place(4)))
+    assert sent == []
     await host.close(None)
 
 
 async def test_the_saver_gets_its_order_before_any_worker_comes() -> None:
     supervisor: Any = PretendSupervisor()
     host = saver_of(supervisor)
-    host.prefetch({0: 4, 1: 5}, ())
-    assert not supervisor.started.is_set(), "nobody has anything"
     has = HeldStates("10.0.0.1", 4_000, "a life", "/runs", 8, (1, 5))
-    host.prefetch({0: 4, 1: 5}, (has,))
+    for generation, known in ((2, StateSources(1, (has,))), (3, StateSources(3))):
+        host.heard(known)
+        host.happened(WorkersStarted(place(generation), Start(generation, "10.0.0.1", 1)))
+        assert not supervisor.started.is_set(), "nobody has anything"
+    host.heard(StateSources(4, (has,)))
+    host.happened(WorkersStarted(place(4), Start(4, "10.0.0.1", 1)))
     folder = host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0]
     assert (Path(folder) / memory_folder.PREFETCH).is_dir()
     await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
