@@ -31,13 +31,13 @@ SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
 SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
 # Held to that by a plugin: a test in it that starts a process, connects, sleeps or imports torch fails.
-FAST := tests/agent tests/authority tests/benchmarks tests/coordinator tests/corpus tests/diagnosis tests/protocol tests/scenarios tests/simulation
+FAST := tests/agent tests/authority tests/benchmarks tests/coordinator tests/corpus tests/diagnosis tests/protocol tests/scenarios tests/simulation tests/extensions/hangs/test_hang_detector.py tests/extensions/hangs/test_hang_reports.py tests/extensions/stragglers
 
 BIN := $(VENV)/bin
 TORCH ?=
 TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
 # What may depend on the version of torch.
-WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
+WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchrun_handler tests/train tests/supervisor/test_store_host.py \
     tests/worker/test_progress.py \
     tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py \
     tests/processes/test_survive_jobs.py

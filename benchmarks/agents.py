@@ -19,6 +19,7 @@ from holdfast.agent.agent import Agent
 from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, NodePrepared, Received, Signalled
 from holdfast.protocol.errors import HoldfastError
 from holdfast.protocol.messages import Assign
+from holdfast.extension_list import EXTENSIONS
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from holdfast.runtime.driver import Driver
@@ -54,7 +55,7 @@ class FormingAgent:
             node_rank=node.node_rank,
         )
         self.started: asyncio.Future[Assign] = loop.create_future()
-        self._rendezvous = RendezvousClient(options, simple_judge, Journal(None), lambda _: None)
+        self._rendezvous = RendezvousClient(options, simple_judge, Journal(None), lambda _: None, EXTENSIONS)
         self._link: CoordinatorLink | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._driver: Driver[Event, do.Command] = Driver(Agent(node, limits, loop.time()), Tick(), self._execute)

@@ -35,6 +35,7 @@ from benchmarks.harness import cpu_s
 from benchmarks.simulated import judge
 from holdfast.authority.voters import Voters
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.extension_list import EXTENSIONS
 from holdfast.coordinator.coordinator_commands import StepDown
 from holdfast.protocol.charter import NO_CHARTER, Renew, Renewed, Seat, Succession
 from holdfast.protocol.codec import decode_from_coordinator
@@ -318,7 +319,7 @@ async def coordinate(job: JobSpec, limits: Limits, port: int, pipe: Pipe, journa
     """Serve for ever."""
     now, node = asyncio.get_running_loop().time(), light(0)
     voters = Voters(limits, now, node, Succession())
-    machine = Coordinator(job, limits, judge, now, voters)
+    machine = Coordinator(job, limits, judge, now, voters, extensions=EXTENSIONS)
     service = ReplicatedService(machine, voters, Journal(journal), lambda text: print(text, file=sys.stderr), Alone())
     await service.listen(claim(Endpoint(host="127.0.0.1", port=port), is_host=True), None, static=False)
     link = service.connect_locally()

@@ -26,6 +26,7 @@ from holdfast.agent.local_generation import Work
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.authority.sole import Sole
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.extension_list import EXTENSIONS
 from holdfast.coordinator.world import Phase
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
@@ -76,7 +77,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 def coordinator(count: int) -> Coordinator:
     job = JobSpec(run_id="simulated", min_nodes=count // 2, max_nodes=count + 1, backend="c10d", max_restarts=1)
-    return Coordinator(job, Limits(), judge, 0.0, Sole(Limits(), 0.0))
+    return Coordinator(job, Limits(), judge, 0.0, Sole(Limits(), 0.0), extensions=EXTENSIONS)
 
 
 class Node:

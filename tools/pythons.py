@@ -28,7 +28,6 @@ LAUNCHER = [
     "diagnosis",
     "doctor",
     "launching",
-    "metrics",
     "processes",
     "protocol",
     "rendezvous",

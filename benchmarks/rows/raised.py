@@ -27,7 +27,7 @@ from benchmarks.harness import (
     tail,
     wait_for_stamps,
 )
-from holdfast.supervisor.service_host import free_port
+from holdfast.supervisor.store_host import free_port
 
 CULPRIT, RANKS = 1, 4
 EXIT_S = 3

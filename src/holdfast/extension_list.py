@@ -14,10 +14,11 @@ add its folder and its line here. Imports nothing, because the command line read
 
 TYPE_CHECKING = False  # importing typing would take time in which Ctrl-C shows a traceback
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from holdfast.protocol.extension import CoordinatorExtension, Job
+    from holdfast.protocol.options import RunOptions
     from holdfast.runtime.node_extension import Node, NodeExtension, Send
 
 
@@ -31,19 +32,25 @@ class Extension:
         questions: tuple[str, ...] = (),
         commands: "Mapping[str, str]" = {},  # noqa: B006 - never changed
         follows: bool = False,
+        begins: "Callable[[RunOptions], bool] | None" = None,
         package: str = "holdfast.extensions",
     ) -> None:
         """`questions`: those that its half at the coordinator answers. `commands`: sub-commands of holdfast, and what
-        they do. `follows`: its halves are made at the start, because they have something to do without a question."""
+        they do. `follows`: its halves are made at the start, because they have something to do without a question.
+        `begins`: whether its half on a node does, in a job with these options; None: as `follows` says."""
         self.name = name
         self.questions = questions
         self.commands = commands
         self.follows = follows
+        self._begins = begins
         self._package = package
 
     def coordinator(self, job: "Job") -> "CoordinatorExtension":
         made: CoordinatorExtension = self.file("coordinator").AtCoordinator(job)
         return made
+
+    def begins(self, options: "RunOptions") -> bool:
+        return self.follows if self._begins is None else self._begins(options)
 
     def node(self, node: "Node", send: "Send") -> "NodeExtension | None":
         """None: it has no half there."""
@@ -102,7 +109,18 @@ EXTENSIONS = (
             "readmit": "let an excluded host take part again",
         },
     ),
+    Extension(
+        "dashboard",
+        commands={"dashboard": "show a job as a page in the browser: running, or ended; or the list of all"},
+        begins=lambda options: options.dashboard is not None,
+    ),
     Extension("load", follows=True),
+    Extension("metrics", begins=lambda options: options.metrics is not None or options.health is not None),
+    Extension("notices", begins=lambda options: bool(options.notify)),
+    Extension("torch_events", begins=lambda options: options.event_log_handler == "console"),
+    Extension("saver", begins=lambda _options: True),
+    Extension("hangs", follows=True, begins=lambda _: False),  # on a node the first order to sample is soon enough
+    Extension("stragglers", follows=True, begins=lambda _: False),
 )
 COMMANDS = {command: each for each in EXTENSIONS for command in each.commands}
 """The extension that has a sub-command, by its name."""

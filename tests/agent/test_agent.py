@@ -13,7 +13,7 @@ from holdfast.agent.agent import WORK, Link
 from holdfast.agent.local_generation import Work
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Polled
-from holdfast.protocol.policy import HeldStates, Tick
+from holdfast.protocol.policy import Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.agent.agent_harness import (
     LIMITS,
@@ -62,9 +62,8 @@ def gets_newer_assign(harness: AgentHarness) -> None:
 
 
 def is_prepared(harness: AgentHarness) -> None:
-    states = HeldStates("10.0.0.1", 4_000, "a life", "/runs", 2, (0, 1))
-    harness.give(ev.NodePrepared(1, 40_000, states))
-    assert harness.sent() == [msg.Prepared(1, 40_000, states)]
+    harness.give(ev.NodePrepared(1, 40_000))
+    assert harness.sent() == [msg.Prepared(1, 40_000)]
 
 
 def is_started(harness: AgentHarness) -> None:
@@ -243,7 +242,6 @@ MESSAGES: list[msg.FromCoordinator] = [
             msg.DrainTo(generation, 9, save=True),
             msg.Resume(generation),
             msg.Abandon(generation),
-            msg.Look(generation, 1),
             msg.Stop(generation, msg.StopReason.HUNG, "rank 1 hangs"),
             msg.Regroup(assign(generation), 0, "z was lost"),
             msg.Regroup(assign(generation), 9),
@@ -275,7 +273,6 @@ EVENTS: list[ev.Event] = [
             ev.ReplacementsReady(generation, (1,)),
             ev.RegroupRefused(generation, "memory grew"),
             ev.WorkersProgress(generation, (RankProgress(0, Stage.STEPPING, 9), RankProgress(1, Stage.STEPPING, 9))),
-            ev.WorkersSeen(generation, 1, ()),
             ev.TreeGone(generation),
             ev.StoreDied(generation),
         )

@@ -13,13 +13,12 @@ from holdfast.agent.local_generation import Work
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from holdfast.protocol.policy import Limits, Tick
-from holdfast.protocol.rank_progress import RankProgress, RankSample, Stage
+from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.agent.agent_harness import (
     LIMITS,
     NPROC,
     AgentHarness,
     assign,
-    cleaned,
     cut_off_running,
     dialing,
     draining,
@@ -184,36 +183,6 @@ def test_the_board_knows_no_ends_but_the_agent_does() -> None:
     (message,) = harness.sent()
     assert isinstance(message, msg.Progress)
     assert [rank.stage for rank in message.ranks] == [Stage.STEPPING, Stage.DONE]
-
-
-def test_a_look_is_taken_and_answered() -> None:
-    harness = running()
-    harness.hear(msg.Look(1, 5, store=True))
-    assert harness.done == [do.LookAtWorkers(1, 5, True)]
-    samples = (RankSample(0, 4711, "S", 1.0),)
-    harness.give(ev.WorkersSeen(1, 5, samples, ("a cannot reach b",)))
-    assert harness.sent() == [msg.Looked(1, 5, samples, ("a cannot reach b",))]
-
-
-@pytest.mark.parametrize("state", [idle, killing, cleaned])
-def test_where_there_is_nobody_to_look_at_the_answer_comes_at_once(state) -> None:
-    harness: AgentHarness = state()
-    harness.hear(msg.Look(1, 5))
-    assert harness.sent() == [msg.Looked(1, 5)]
-
-
-def test_another_generation_is_not_looked_at() -> None:
-    harness = running()
-    harness.hear(msg.Look(2, 5))
-    assert harness.sent() == [msg.Looked(2, 5)]
-
-
-def test_a_look_that_ends_after_the_link_did_is_told_to_nobody() -> None:
-    harness = running()
-    harness.hear(msg.Look(1, 5))
-    harness.give(ev.LinkLost("reset"))
-    harness.give(ev.WorkersSeen(1, 5, ()))
-    assert harness.sent() == []
 
 
 def test_a_notice_is_said() -> None:

@@ -9,19 +9,19 @@ import msgspec
 
 from holdfast.authority.sole import Sole
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.coordinator_commands import Conclude, DropLink, Tell
+from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, Tell
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkOpened
 from holdfast.coordinator.ending import Judge
-from holdfast.extension_list import EXTENSIONS
+from holdfast.extensions.hangs.messages import Look, Looked
 from holdfast.protocol import messages as msg
 from holdfast.protocol.codec import encode_extended
 from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Tick
-from holdfast.protocol.rank_progress import Examine, RankProgress, Stage
+from holdfast.protocol.rank_progress import Frame, RankProgress, RankSample, Stage
 from holdfast.protocol.train_contract import Survive
 from tests.support.simulator.nodes import simple_judge
-from tests.support.simulator.stalls import simple_examine
+from tests.support.simulator.stalls import SIMULATED
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 LIMITS = Limits(
@@ -52,9 +52,8 @@ class CoordinatorHarness:
         min_ranks: int = 1,
         nproc: int = 1,
         judge: Judge = simple_judge,
-        examine: Examine = simple_examine,
         limits: Limits = LIMITS,
-        extensions: Sequence[CoordinatorHalf] = EXTENSIONS,
+        extensions: Sequence[CoordinatorHalf] = SIMULATED,
     ) -> None:
         job = JobSpec(
             run_id=run_id,
@@ -71,20 +70,28 @@ class CoordinatorHarness:
         self.nproc = nproc
         self.now = 0.0
         sole = Sole(limits, self.now)
-        self.machine = Coordinator(job, limits, judge, self.now, sole, examine=examine, extensions=extensions)
+        self.machine = Coordinator(job, limits, judge, self.now, sole, extensions=extensions)
         self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0
         self.notes: list[Note] = []
         self.answers: list[tuple[int, msg.Answer]] = []
         """The link and the answer."""
+        self.commands: list[Command] = []
+        """Those of the newest event."""
         self.extended: list[tuple[int, msg.Extended]] = []
+        """Messages of extensions but the one for hangs."""
+        self.looks: list[tuple[int, Look]] = []
+        """The link and the order to sample the workers."""
 
     def give(self, event: Event) -> None:
-        for command in self.machine.handle(self.now, event):
+        self.commands = self.machine.handle(self.now, event)
+        for command in self.commands:
             match command:
                 case Tell(link, msg.Answer() as answer):
                     self.answers.append((link, answer))
+                case Tell(link, msg.Extended("hangs", body)):
+                    self.looks.append((link, msgspec.msgpack.decode(body, type=Look)))
                 case Tell(link, msg.Extended() as message):
                     self.extended.append((link, message))
                 case Tell(link, message):
@@ -127,6 +134,19 @@ class CoordinatorHarness:
         (found,) = [each for to, each in self.extended if to == link]
         self.extended = [each for each in self.extended if each[0] != link]
         return msgspec.msgpack.decode(found.body, type=kind)
+
+    def looks_at(self, link: int) -> list[Look]:
+        """The orders to this node to sample its workers."""
+        return [look for to, look in self.looks if to == link]
+
+    def looked(self, link: int, *functions: str, number: int = 0) -> None:
+        """This node answers the newest of these orders, or the one with this number: its workers are in these
+        functions."""
+        samples = tuple(
+            RankSample(local_rank, 100 + link, "S", 0.0, (Frame("t.py", 1, function),), file=f"/run/{link}.txt")
+            for local_rank, function in enumerate(functions)
+        )
+        self.extend(link, "hangs", Looked(self.machine.generation, number or self.looks_at(link)[-1].number, samples))
 
     def both_say(self, message: msg.FromAgent) -> None:
         """The agents on links 1 and 2."""
@@ -175,6 +195,10 @@ class CoordinatorHarness:
 
     def last(self, link: int) -> msg.FromCoordinator:
         return self.told_to(link)[-1]
+
+    def notices(self, link: int) -> list[str]:
+        """The lines for the console of this node."""
+        return [message.text for message in self.told_to(link) if isinstance(message, msg.Notice)]
 
     @property
     def links(self) -> set[int]:

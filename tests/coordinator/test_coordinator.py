@@ -11,8 +11,10 @@ from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, Li
 from holdfast.coordinator.formation import FENCE
 from holdfast.coordinator.world import Phase
 from holdfast.extension_list import EXTENSIONS
+from holdfast.extensions.hangs.messages import Looked
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Seat
+from holdfast.protocol.codec import encode_extended
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import NodeSpec, Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
@@ -232,7 +234,7 @@ MESSAGES: list[msg.FromAgent] = [
             msg.Held(generation, 5, saves=True),
             msg.Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
             msg.Progress(generation, (RankProgress(0, Stage.MEETING),)),
-            msg.Looked(generation, 1),
+            msg.Extended("hangs", encode_extended(Looked(generation, 1))),
             msg.Able(generation, (0,)),
             msg.ReplacementReady(generation, (0,)),
             msg.ReplacementFailed(generation, (FAILURE,)),

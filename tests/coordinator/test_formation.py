@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from holdfast.coordinator.formation import (
     Candidate,
@@ -18,11 +17,9 @@ from holdfast.coordinator.formation import (
     assignments,
     decide,
     natural,
-    offers,
     seat,
 )
-from holdfast.coordinator.world import World
-from holdfast.protocol.policy import HeldStates, JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 
 LIMITS = Limits(join_s=600.0, settle_s=2.0, last_call_s=30.0)
 
@@ -271,31 +268,3 @@ def test_whatever_comes_the_world_is_sound(nodes: list[NodeSpec], previous: list
     for role in {spec.role for spec in seats}:
         own = [(places[spec.member], spec.nproc) for spec in seats if spec.role == role]
         assert [p.role_rank_base + i for p, n in own for i in range(n)] == list(range(own[0][0].role_world_size))
-
-
-def held(*ranks: int, world: int = 6) -> HeldStates:
-    return HeldStates("10.0.0.1", 4_000 + ranks[0], "a life", "/runs", world, ranks)
-
-
-def test_a_node_without_states_learns_who_has_those_of_its_ranks() -> None:
-    world = World(1, ("a", "b", "c"), {"a": (0, 1), "b": (0, 1), "c": (0, 1)})
-    assert offers(world) == {}
-    world.on_prepared("a", 40_000, held(0, 1, 4))
-    world.on_prepared("b", None)
-    world.on_prepared("c", None, held(5, 2))
-    assert offers(world) == {"b": (held(5, 2),)}
-    world.on_prepared("a", 40_000, held(0, 1, 3))
-    assert offers(world) == {"b": (held(5, 2), held(0, 1, 3))}
-    world.on_prepared("c", None, held(5, 2, world=8))
-    assert offers(world) == {"b": (held(0, 1, 3),)}, "what a job of another size left is split in another way"
-
-
-def test_states_of_an_older_life_are_not_offered() -> None:
-    world = World(1, ("a", "b", "c", "d"), dict.fromkeys("abcd", (0, 1)))
-    world.on_prepared("a", 40_000, held(0, 1, 2, world=8))
-    world.on_prepared("b", None, replace(held(4, 5, 2, world=8), word="older"))
-    world.on_prepared("c", None, held(4, 5, world=8))
-    world.on_prepared("d", None)
-    assert offers(world) == {"d": ()}
-    world.on_prepared("c", None, held(4, 6, world=8))
-    assert offers(world) == {"d": (held(4, 6, world=8),)}

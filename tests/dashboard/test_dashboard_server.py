@@ -28,12 +28,12 @@ from holdfast.dashboard.feed import (
 )
 from holdfast.dashboard.job_source import METRIC_POINTS_MAX, PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
 from holdfast.dashboard.saved_page import render
+from holdfast.extensions.dashboard import credentials as module
 from holdfast.extensions.load.messages import SHOWN_MAX, GpuLoad, NodeLoad
 from holdfast.extensions.load.node import Machine
 from holdfast.protocol.errors import MissingPackageError
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.rank_progress import JobView, NodeView, RankView, Stage, Standing
-from holdfast.supervisor import dashboard_host
 from tests.support.limits import limit_s, until
 from tests.support.pages import MadeUpJob, Visitor, served
 
@@ -191,15 +191,15 @@ def test_a_page_may_load_nothing_from_elsewhere_and_no_script_of_its_text() -> N
 
 
 def test_the_cookie_stays_valid_when_the_dashboard_is_started_again() -> None:
-    credentials = dashboard_host.Credentials.make(once=True)
-    assert credentials.cookie() == dashboard_host.Credentials(token="", secret=credentials.secret, once=True).cookie()
-    assert credentials.cookie() != dashboard_host.Credentials.make(once=True).cookie()
+    credentials = module.Credentials.make(once=True)
+    assert credentials.cookie() == module.Credentials(token="", secret=credentials.secret, once=True).cookie()
+    assert credentials.cookie() != module.Credentials.make(once=True).cookie()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard_host, "find_spec", lambda _: None)
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(MissingPackageError, match=r"holdfast\[dashboard\]"):
-        dashboard_host.check_packages()
+        module.check_packages()
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -235,7 +235,8 @@ worker_command.begin = killed_first
 """
 
 EVER_AGAIN = """
-from holdfast.supervisor import client as supervisor_client, worker_group
+from holdfast.runtime import worker_group
+from holdfast.supervisor import client as supervisor_client
 
 revive = supervisor_client.revive_supervisor
 

@@ -209,8 +209,8 @@ def test_without_the_package(job_folder, tmp_path: Path) -> None:
 
 STALLS = """
 import time
-from holdfast.metrics import listeners
-listeners.STALL_S = 0.5
+from holdfast.extensions.metrics import vitals
+vitals.STALL_S = 0.5
 import holdfast.runtime.agent_service as agents
 begun = agents.AgentService.view
 def view(self):
@@ -243,7 +243,7 @@ def test_an_agent_that_stands_still_is_answered_for(job_folder, tmp_path: Path) 
 def test_nothing_is_loaded_when_nobody_watches(job_folder) -> None:
     program = job_folder.program(
         "import sys\nfrom holdfast.run import main\ncode = main()\n"
-        "print('loaded', sorted(name for name in sys.modules if name.startswith(('prometheus', 'holdfast.metrics.'))))\n"
+        "print('loaded', sorted(name for name in sys.modules if name.startswith(('prometheus', 'holdfast.extensions.metrics'))))\n"
         "sys.exit(code)\n"
     )
     agent = job_folder.ends(0, "--standalone", job_folder.script(""), program=program)

@@ -117,7 +117,7 @@ from holdfast.supervisor.stack_sampler import StackSampler
 StackSampler.look = broken
 from holdfast.supervisor import evidence
 evidence.SHM = None
-from holdfast.metrics.listeners import TorchEvents
+from holdfast.extensions.torch_events.node import TorchEvents
 TorchEvents.heard = broken
 from holdfast.diagnosis import causes, hangs, screen
 hangs.examine = screen.render = causes.judge = broken

@@ -17,13 +17,16 @@ from holdfast.protocol.codec import (
     STORE_MAGIC,
     TEXTLESS,
     FrameReader,
+    decode,
     decode_from_agent,
     decode_from_coordinator,
     describe_stranger,
     encode,
+    encode_extended,
     frame,
     preamble,
     read_preamble,
+    send_samples,
 )
 from holdfast.protocol.errors import ProtocolError
 from holdfast.protocol.messages import (
@@ -39,8 +42,6 @@ from holdfast.protocol.messages import (
     Join,
     Joined,
     Leave,
-    Look,
-    Looked,
     Notice,
     Ping,
     Pong,
@@ -61,7 +62,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, HeldStates, NodeSpec
+from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, NodeSpec
 from holdfast.protocol.rank_progress import FRAMES_MAX, Frame, RankProgress, RankSample, Stage
 
 text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
@@ -114,31 +115,15 @@ samples = st.builds(
     frames=st.lists(st.builds(Frame, file=text, line=rank, function=text), max_size=3).map(tuple),
     note=text,
 )
-held_states = st.builds(
-    HeldStates,
-    host=text,
-    port=port,
-    word=text,
-    folder=text,
-    world=rank,
-    ranks=st.lists(rank, max_size=3).map(tuple),
-)
 from_agent = st.one_of(
     st.builds(Join, node=nodes, last_generation=number),
-    st.builds(Prepared, generation=number, store_port=st.none() | port, states=st.none() | held_states),
+    st.builds(Prepared, generation=number, store_port=st.none() | port),
     st.builds(WorkerDone, generation=number, local_rank=local_rank, left=st.none() | failures),
     st.builds(WorkersFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
     st.builds(Stopped, generation=number),
     st.builds(StoreLost, generation=number),
     st.builds(Leave, reason=text),
     st.builds(Progress, generation=number, ranks=st.lists(progress, max_size=3).map(tuple)),
-    st.builds(
-        Looked,
-        generation=number,
-        number=number,
-        samples=st.lists(samples, max_size=3).map(tuple),
-        reach=st.lists(text, max_size=2).map(tuple),
-    ),
     st.builds(Able, generation=number, local_ranks=local_ranks),
     st.builds(ReplacementReady, generation=number, local_ranks=local_ranks),
     st.builds(ReplacementFailed, generation=number, failures=failures.map(lambda failure: (failure,))),
@@ -167,12 +152,10 @@ from_coordinator = st.one_of(
         generation=number,
         master_addr=text,
         master_port=port,
-        states=st.lists(held_states, max_size=3).map(tuple),
     ),
     st.builds(Regroup, assign=assigns, safe_point=number, text=text),
     st.builds(Replace, generation=number, local_ranks=local_ranks),
     st.builds(Stop, generation=number, reason=st.sampled_from(StopReason), text=text),
-    st.builds(Look, generation=number, number=number, store=st.booleans()),
     st.builds(Notice, text=text),
     st.builds(Finish, outcome=outcomes),
     st.builds(Pong, number=number),
@@ -198,9 +181,9 @@ def test_a_message_is_good_in_one_direction_only(message: FromAgent) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
-    for decode in (decode_from_agent, decode_from_coordinator):
+    for decode_any in (decode_from_agent, decode_from_coordinator):
         with contextlib.suppress(ProtocolError):
-            assert isinstance(decode(data), (AgentMessage, CoordinatorMessage))
+            assert isinstance(decode_any(data), (AgentMessage, CoordinatorMessage))
 
 
 @given(from_agent, st.integers(0, 10_000), st.integers(1, 255))
@@ -248,13 +231,11 @@ def test_a_peers_words_are_clean_when_they_come_in() -> None:
     failure = Failure(
         rank=0, local_rank=0, host=EVIL, pid=1, exit_code=1, message=EVIL, traceback=f"a\n  {EVIL}", facts={"x": EVIL}
     )
-    sample = RankSample(0, 1, EVIL, 0.0, (Frame(EVIL, 1, EVIL),), EVIL)
     for message in (
         Join(node),
         Leave(EVIL),
         Ask(1, "kill", EVIL),
         WorkersFailed(1, (failure,)),
-        Looked(1, 1, (sample,), (EVIL,)),
     ):
         shown = repr(decode_from_agent(encode(message)))
         assert "\\x1b" not in shown
@@ -269,6 +250,13 @@ def test_a_peers_words_are_clean_when_they_come_in() -> None:
     assert len(long.node.host) == 255
     for word in (Notice(EVIL), Finish(Outcome(kind=OutcomeKind.FAILED, exit_code=1, message=EVIL)), Refuse("x", EVIL)):
         assert "\\x1b" not in repr(decode_from_coordinator(encode(word)))
+
+
+def test_the_words_of_a_sample_are_clean_when_they_come_in() -> None:
+    sample = RankSample(0, 1, EVIL, 0.0, (Frame(EVIL, 1, EVIL),), EVIL)
+    shown = repr(decode(msgspec.msgpack.Decoder(Sampled), encode_extended(Sampled((sample,))), "an extension"))
+    assert "title" not in shown
+    assert "\\x1b" not in shown
 
 
 def test_a_traceback_keeps_its_lines() -> None:
@@ -351,15 +339,18 @@ def test_the_culprit_keeps_its_words() -> None:
     assert decoded.outcome.verdict.culprit == culprit
 
 
+class Sampled(msgspec.Struct):
+    samples: tuple[RankSample, ...]
+
+
 def test_the_stacks_of_very_many_workers_lose_their_outer_frames() -> None:
     frames = tuple(Frame(f"/{'long/' * 40}{depth}\udce9.py", depth, "f") for depth in range(FRAMES_MAX))
     samples = tuple(RankSample(rank, rank, "S", 1.0, frames) for rank in range(2000))
-    data = encode(Looked(1, 7, samples))
-    assert len(data) <= MESSAGE_BYTES_MAX
-    decoded = decode_from_agent(data)
-    assert isinstance(decoded, Looked)
-    assert [each.local_rank for each in decoded.samples] == list(range(2000))
-    assert all(0 < len(each.frames) < FRAMES_MAX and each.frames[0].file.endswith("/0?.py") for each in decoded.samples)
+    sent: list[bytes] = []
+    send_samples(lambda message: sent.append(encode_extended(message)), Sampled, samples)
+    decoded = msgspec.msgpack.decode(sent[0], type=Sampled).samples
+    assert [each.local_rank for each in decoded] == list(range(2000))
+    assert all(0 < len(each.frames) < FRAMES_MAX and each.frames[0].file.endswith("/0?.py") for each in decoded)
 
 
 def test_words_that_are_no_text_still_travel() -> None:

@@ -7,9 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.protocol.errors import ProtocolError
+from holdfast.protocol.errors import PortInUseError, ProtocolError
 from holdfast.protocol.messages import EXTENDED_BYTES_MAX, Extended
-from holdfast.runtime.node_extension import NodeExtension, NodeExtensions, Question, Send
+from holdfast.protocol.options import RunOptions
+from holdfast.protocol.outcome import Outcome
+from holdfast.runtime.node_extension import (
+    NodeExtension,
+    NodeExtensions,
+    NodeHappened,
+    Question,
+    Send,
+    SupervisorReplaced,
+    WorkersGone,
+)
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
@@ -32,13 +42,25 @@ class Echo(NodeExtension):
         self._fail()
         return question.about
 
-    def started(self, generation: int, interval_s: float) -> None:
+    def happened(self, event: NodeHappened) -> None:
         self._fail()
-        self.events.append((generation, interval_s))
+        self.events.append(event)
 
-    def gone(self) -> None:
+    def supervisor(self, event: Any) -> None:
         self._fail()
-        self.events.append("gone")
+        self.events.append(event)
+
+    def environment(self, generation: int, local_rank: int) -> dict[str, str]:
+        self._fail()
+        return {"ECHO": f"{generation}.{local_rank}"}
+
+    async def close(self, outcome: Outcome | None) -> None:
+        self._fail()
+        self.events.append("closed")
+
+    async def reported(self) -> None:
+        self._fail()
+        self.events.append("reported")
 
     def _fail(self) -> None:
         if self.broken:
@@ -49,24 +71,36 @@ class Listed:
     name = "echo"
     questions = ("echo",)
 
-    def __init__(self, *, follows: bool = False) -> None:
-        self.follows = follows
+    def __init__(self, *, begins: bool, refuses: bool) -> None:
+        self._begins, self._refuses = begins, refuses
         self.made: Echo | None = None
 
+    def begins(self, _options: RunOptions) -> bool:
+        return self._begins
+
     def node(self, node: Any, send: Send) -> NodeExtension:
+        if self._refuses:
+            raise PortInUseError("the test took the port")
         self.made = Echo(node, send)
         return self.made
 
 
+class PretendNode:
+    async def close(self) -> None:
+        pass
+
+
 class Agent:
-    def __init__(self, *, follows: bool = False) -> None:
-        self.listed = Listed(follows=follows)
+    def __init__(self, *, begins: bool = False, refuses: bool = False) -> None:
+        self.listed = Listed(begins=begins, refuses=refuses)
         self.sent: list[Any] = []
         self.faults: list[tuple[str, str]] = []
-        node: Any = None
+        node: Any = PretendNode()
+        options: Any = None
         self.extensions = NodeExtensions(
             [self.listed], node, self.sent.append, lambda what, error: self.faults.append((what, str(error)))
         )
+        self.extensions.begin(options)
 
 
 def packed(message: Word) -> bytes:
@@ -87,14 +121,33 @@ def test_what_is_no_message_of_its_half_is_the_coordinators_error() -> None:
         Agent().extensions.heard(Extended("echo", b"\x91\x07"))
 
 
-def test_only_an_extension_that_follows_is_made_at_the_start() -> None:
-    late, early = Agent(), Agent(follows=True)
-    for agent in (late, early):
-        agent.extensions.started(3, 1.0)
-        agent.extensions.gone()
+async def pass_all(extensions: NodeExtensions) -> dict[str, str]:
+    """Let everything happen that an extension gets. Returns the variables of a worker."""
+    extensions.happened(WorkersGone())
+    extensions.supervisor(SupervisorReplaced())
+    variables = extensions.environment(3, 1)
+    await extensions.close(None)
+    await extensions.reported()
+    return variables
+
+
+async def test_only_an_extension_that_begins_with_the_agent_is_made_before_it_is_asked() -> None:
+    late, early = Agent(), Agent(begins=True)
+    assert [await pass_all(agent.extensions) for agent in (late, early)] == [{}, {"ECHO": "3.1"}]
     assert late.listed.made is None
     assert early.listed.made is not None
-    assert early.listed.made.events == [(3, 1.0), "gone"]
+    assert early.listed.made.events == [WorkersGone(), SupervisorReplaced(), "closed", "reported"]
+
+
+def test_an_extension_that_cannot_do_what_the_options_ask_for_refuses_the_start() -> None:
+    with pytest.raises(PortInUseError):
+        Agent(begins=True, refuses=True)
+
+
+def test_an_extension_that_refuses_later_ends_no_job() -> None:
+    agent = Agent(refuses=True)
+    agent.extensions.heard(Extended("echo", packed(Word("hello"))))
+    assert agent.faults == [("echo", "the test took the port")]
 
 
 async def test_it_answers_alone_what_it_can() -> None:
@@ -104,18 +157,17 @@ async def test_it_answers_alone_what_it_can() -> None:
 
 
 async def test_a_fault_of_it_goes_to_the_journal() -> None:
-    agent = Agent(follows=True)
+    agent = Agent(begins=True)
     assert agent.listed.made is not None
     agent.listed.made.broken = True
     agent.extensions.heard(Extended("echo", packed(Word("hello"))))
-    agent.extensions.started(3, 1.0)
-    agent.extensions.gone()
     assert await agent.extensions.asked(Question("echo", "me", b"[1]", 5.0)) is None
-    assert agent.faults == [("echo", "the test broke it")] * 4
+    assert await pass_all(agent.extensions) == {}
+    assert agent.faults == [("echo", "the test broke it")] * 7
 
 
 def test_a_message_that_is_too_large_is_not_sent() -> None:
-    agent = Agent(follows=True)
+    agent = Agent(begins=True)
     assert agent.listed.made is not None
     with pytest.raises(ProtocolError, match="does not fit into a frame"):
         agent.listed.made.send(Word("x" * (EXTENDED_BYTES_MAX + 1)))

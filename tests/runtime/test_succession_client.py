@@ -57,7 +57,7 @@ class Agent:
             token=token,
         )
         self.lines: list[str] = []
-        self.client = SuccessionClient(self.options, simple_judge, Journal(None), self.lines.append, lambda _: None)  # type: ignore[arg-type, return-value]
+        self.client = SuccessionClient(self.options, simple_judge, Journal(None), self.lines.append)
         self.heard: list[FromCoordinator] = []
         self.lost: list[str] = []
         self.link: CoordinatorLink | None = None

@@ -1,15 +1,14 @@
-"""The test connection to the store, and what is told of workers, on a loop of its own."""
+"""What is told of workers, on a loop of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
+from holdfast.agent.events import Event, WorkersProgress
 from holdfast.protocol import board_layout as layout
 from holdfast.protocol.messages import Start
 from holdfast.protocol.rank_progress import RankSample
@@ -21,13 +20,13 @@ from tests.support.limits import limit_s
 class Post:
     """An observer of one worker: this very process."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, address: str, port: int) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.told: list[Event] = []
         self.faults: list[str] = []
         self.news = asyncio.Event()
         self.board = Board(1)
-        self.observer = Observer(tasks, self._emit, host="b", folder=None, fault=self._failed)
-        self.observer.start(Start(3, address, port, 0.01), self.board, int, self.report)
+        self.observer = Observer(tasks, self._emit, folder=None, fault=self._failed)
+        self.observer.start(Start(3, "127.0.0.1", 1, 0.01), self.board, int, self.report)
 
     def report(self, generation: int) -> WorkersProgress:
         return WorkersProgress(generation, self.board.progress(0), *self.board.job_position())
@@ -46,10 +45,10 @@ class Post:
         return found[0]
 
 
-def observe(act: Callable[[Post], Awaitable[None]], address: str = "127.0.0.1", port: int = 1) -> Post:
+def observe(act: Callable[[Post], Awaitable[None]]) -> Post:
     async def run() -> Post:
         async with asyncio.timeout(limit_s(20)), asyncio.TaskGroup() as tasks:
-            post = Post(tasks, address, port)
+            post = Post(tasks)
             try:
                 await act(post)
             finally:
@@ -58,64 +57,6 @@ def observe(act: Callable[[Post], Awaitable[None]], address: str = "127.0.0.1", 
         return post
 
     return asyncio.run(run())
-
-
-def reached(address: str, port: int, *, wanted: bool = True) -> tuple[str, ...]:
-    seen: list[WorkersSeen] = []
-
-    async def look(post: Post) -> None:
-        post.observer.look(3, 7, {0: os.getpid()}, store=wanted)
-        event = await post.until(WorkersSeen)
-        assert isinstance(event, WorkersSeen)
-        seen.append(event)
-
-    observe(look, address, port)
-    assert (seen[0].generation, seen[0].number) == (3, 7)
-    assert [sample.pid for sample in seen[0].samples] == [os.getpid()]
-    return seen[0].reach
-
-
-def test_a_store_that_answers_is_not_worth_a_word() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert reached("127.0.0.1", server.getsockname()[1]) == ()
-
-
-def test_nobody_is_connected_to_unasked() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-        assert reached("127.0.0.1", server.getsockname()[1], wanted=False) == ()
-        with pytest.raises(BlockingIOError):
-            server.accept()
-
-
-def test_a_closed_port(free_port: Callable[[], int]) -> None:
-    port = free_port()
-    assert reached("127.0.0.1", port) == (f"b cannot reach 127.0.0.1:{port}: connection refused",)
-
-
-def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object, **__: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    told = "b cannot reach no-such-host.invalid:29500: the name is not known here (Name or service not known)"
-    assert reached("no-such-host.invalid", 29500) == (told,)
-
-
-def test_a_connection_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listener whose queue is full: what comes is dropped, as a firewall does."""
-    monkeypatch.setattr(board_module, "REACH_S_MAX", 0.3)
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
-        address = server.getsockname()
-        crowd = [socket.socket() for _ in range(4)]
-        for each in crowd:
-            each.setblocking(False)
-            each.connect_ex(address)
-        try:
-            assert reached(*address) == (f"b cannot reach 127.0.0.1:{address[1]}: timed out",)
-        finally:
-            for each in crowd:
-                each.close()
 
 
 def test_progress_is_told_again_and_again_until_it_stops() -> None:
@@ -134,12 +75,21 @@ def test_progress_is_told_again_and_again_until_it_stops() -> None:
     observe(act)
 
 
-def test_a_look_at_a_generation_that_is_over_sees_nobody() -> None:
-    async def act(post: Post) -> None:
-        post.observer.look(2, 1, {0: os.getpid()}, store=False)
-        assert await post.until(WorkersSeen) == WorkersSeen(2, 1, ())
+def samples_of(generation: int) -> tuple[tuple[RankSample, ...], list[str]]:
+    """What is seen of the worker in a look at this generation, and the faults."""
+    seen: list[RankSample] = []
 
-    observe(act)
+    async def look(post: Post) -> None:
+        seen.extend(await post.observer.samples(generation, {0: os.getpid()}))
+
+    faults = observe(look).faults
+    return tuple(seen), faults
+
+
+def test_workers_are_sampled_while_their_generation_runs() -> None:
+    (sample,), faults = samples_of(3)
+    assert (sample.pid, faults) == (os.getpid(), [])
+    assert samples_of(2) == ((), [])
 
 
 def test_a_look_that_fails_shows_nobody_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +97,7 @@ def test_a_look_that_fails_shows_nobody_and_ends_nothing(monkeypatch: pytest.Mon
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(board_module.StackSampler, "look", broken)
-
-    async def look(post: Post) -> None:
-        post.observer.look(3, 7, {0: os.getpid()}, store=False)
-        event = await post.until(WorkersSeen)
-        assert isinstance(event, WorkersSeen)
-        assert event.samples == ()
-
-    assert observe(look).faults == ["look: can't start new thread"]
+    assert samples_of(3) == ((), ["look: can't start new thread"])
 
 
 # --- the pipe of the board: what workers report, and what anything else writes there ----------------------------------

@@ -17,10 +17,10 @@ import pytest
 
 from holdfast.dashboard.job_source import Json, ShownJob, now_of, stacks_of
 from holdfast.dashboard.web_app import serve
+from holdfast.extensions.dashboard.credentials import Credentials
 from holdfast.listening import bind_named
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.rank_progress import JobView, StacksView
-from holdfast.supervisor.dashboard_host import Credentials
 from tests.support.limits import limit_s
 
 CHROMIUM = shutil.which("chromium")

@@ -216,10 +216,10 @@ def fixed_limits(module: ast.Module) -> Iterator[int]:
         owner = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
         if call.func.attr not in WAITS and not (owner == "subprocess" and call.func.attr in STARTS):
             continue
-        if owner in ("mark", "jobs", "job_folder") or (
+        if owner in ("mark", "jobs", "job_folder", "harness", "hall") or (
             isinstance(call.func.value, ast.Attribute) and call.func.value.attr == "mark"
         ):
-            continue  # scaled when tests are collected, and by the fixtures
+            continue  # scaled when tests are collected, and by the fixtures; the last two wait in virtual time
         given = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
         given += call.args[:1] if call.func.attr not in ("communicate", "wait_for") else call.args[1:2]
         if any(

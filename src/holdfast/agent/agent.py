@@ -31,7 +31,6 @@ from holdfast.agent.commands import (
     HangUp,
     HoldWorkers,
     KillTree,
-    LookAtWorkers,
     Prepare,
     RegroupWorkers,
     ReleaseWorkers,
@@ -62,7 +61,6 @@ from holdfast.agent.events import (
     WorkersFenced,
     WorkersHeld,
     WorkersProgress,
-    WorkersSeen,
 )
 from holdfast.agent.lease import Lease
 from holdfast.agent.local_generation import LocalGeneration, Work
@@ -82,8 +80,6 @@ from holdfast.protocol.messages import (
     Join,
     Joined,
     Leave,
-    Look,
-    Looked,
     Notice,
     Ping,
     Pong,
@@ -391,7 +387,7 @@ class Agent:
                     self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=exit_code, code=code, message=reason))
             case WorkerEnded() | WorkerRaised() | FailureRead():
                 self._on_worker(event)
-            case WorkersHeld() | WorkersProgress() | WorkersSeen():
+            case WorkersHeld() | WorkersProgress():
                 self._on_report(now, event)
             case WorkersAble() | ReplacementsReady() | RegroupRefused():
                 self._on_regrouping(now, event)
@@ -428,8 +424,6 @@ class Agent:
                 self._out.append(Say(text))
             case Notice(text, victims):
                 self._out.append(Say(text, victims))
-            case Look(generation, number, store):
-                self._on_look(generation, number, store=store)
             case Assign():
                 self._on_assign(message)
             case Start() if now < self._fence_at_s():  # else this process has slept: the others are without it now
@@ -456,15 +450,13 @@ class Agent:
             case Refuse(code, text):
                 self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=2, code=code, message=text))
 
-    def _on_report(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
-        """Pass on the progress and the samples of the workers."""
+    def _on_report(self, now: float, event: WorkersHeld | WorkersProgress) -> None:
+        """Report how far the workers are."""
         match event:
             case WorkersHeld(generation, reached, saves):
                 self._on_held(now, generation, reached, saves=saves)
             case WorkersProgress():
                 self._on_progress(now, event)
-            case WorkersSeen(generation, number, samples, reach):
-                self._send(Looked(generation, number, samples, reach))
 
     def _advance(self, now: float) -> None:
         if self.leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
@@ -649,7 +641,7 @@ class Agent:
         if self.work in (Work.PREPARED, Work.REGROUPING):
             self._prepared_s = now
             self.current.parted = bool(self.current.parting)
-            self._send(Prepared(event.generation, event.store_port, event.states))
+            self._send(Prepared(event.generation, event.store_port))
 
     # ---------------------------------------------------------------- RUNNING
 
@@ -781,13 +773,6 @@ class Agent:
         ping = self._lease.ping(now)
         self._send(Progress(event.generation, ranks, event.job_step, event.job_steps, ping))
         return bool(ping)
-
-    def _on_look(self, generation: int, number: int, *, store: bool) -> None:
-        current = self.current
-        if self._at_work() and current is not None and current.generation == generation and not current.all_ended:
-            self._out.append(LookAtWorkers(generation, number, store))
-        else:
-            self._send(Looked(generation, number))
 
     # ---------------------------------------------------------------- DRAINING
 

@@ -84,14 +84,6 @@ class ReleaseWorkers(Struct, frozen=True):
     """They save there, and go on."""
 
 
-class LookAtWorkers(Struct, frozen=True):
-    """Take a sample of each worker; `store`: also try to reach the generation's store. Ends in WorkersSeen."""
-
-    generation: int
-    number: int
-    store: bool
-
-
 class KillTree(Struct, frozen=True):
     """SIGKILL to all living processes of this generation and to replacements. Ends in TreeGone, after
     the last WorkerEnded."""
@@ -126,7 +118,6 @@ Command = (
     | SignalWorkers
     | HoldWorkers
     | ReleaseWorkers
-    | LookAtWorkers
     | KillTree
     | Say
     | Note

@@ -6,8 +6,8 @@ from msgspec import Struct
 
 from holdfast.protocol.messages import FromCoordinator
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import HeldStates, Tick
-from holdfast.protocol.rank_progress import RankProgress, RankSample
+from holdfast.protocol.policy import Tick
+from holdfast.protocol.rank_progress import RankProgress
 
 
 class Dialed(Struct, frozen=True):
@@ -44,7 +44,6 @@ class NodePrepared(Struct, frozen=True):
 
     generation: int
     store_port: int | None
-    states: HeldStates | None = None
 
 
 class PrepareFailed(Struct, frozen=True):
@@ -130,15 +129,6 @@ class WorkersProgress(Struct, frozen=True):
     """These as in Progress."""
 
 
-class WorkersSeen(Struct, frozen=True):
-    """Answer to LookAtWorkers."""
-
-    generation: int
-    number: int
-    samples: tuple[RankSample, ...]
-    reach: tuple[str, ...] = ()
-
-
 class WorkersFenced(Struct, frozen=True):
     """The supervisor has killed the workers at the fence, because the agent's process was stopped or stalled."""
 
@@ -187,7 +177,6 @@ Event = (
     | RegroupRefused
     | WorkersHeld
     | WorkersProgress
-    | WorkersSeen
     | WorkersFenced
     | TreeGone
     | StoreDied

@@ -29,7 +29,6 @@ COMMANDS = {
     "launch": "the same for scripts that need a --local-rank argument (torch.distributed.launch)",
     "submit": "submit a job to Slurm (--slurm) or Kubernetes (--k8s), or show what would be submitted",
     **{name: extension.commands[name] for name, extension in OF_EXTENSIONS.items()},
-    "dashboard": "show a job as a page in the browser: running, or ended; or the list of all",
     "logs": "show what workers wrote; --rank, --follow, --grep",
     "doctor": "check this node, and with the line of a run on several nodes also every pair of them",
     "explain": "explain a code (HF211) and what to do about it; works offline",

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from holdfast.protocol.errors import HoldfastError
     from holdfast.protocol.options import RunOptions
     from holdfast.protocol.outcome import Outcome
-    from holdfast.protocol.rank_progress import Finding, RankStory
     from holdfast.runtime.agent_service import Finished
     from holdfast.runtime.node_extension import Registered
     from holdfast.supervisor.supervisor import SupervisorHandle
@@ -250,7 +249,7 @@ def run_agent(
     if begin is not None:
         begin()
     hand_on_interrupts()
-    return run_job(options, supervisor, judge=judge, examine=examine, render=show, extensions=extensions, load=load_end)
+    return run_job(options, supervisor, judge=judge, render=show, extensions=extensions, load=load_end)
 
 
 def load_end() -> None:
@@ -300,13 +299,6 @@ def be_killable() -> None:
 
     if os.getpid() == 1 and getsignal(SIGTERM) is SIG_DFL:
         signal(SIGTERM, lambda number, _: os._exit(128 + number))
-
-
-def examine(stories: Sequence[RankStory]) -> Finding:
-    """Diagnose the stacks of all ranks. Loaded only when a job seems to hang."""
-    from holdfast.diagnosis.hangs import examine as examine_all
-
-    return examine_all(stories)
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> RunOptions:

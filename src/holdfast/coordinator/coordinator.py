@@ -13,7 +13,7 @@ itself, and a Tick when `next_deadline()` has passed.
 
 This file has the state and the decisions, in the order: the table of phases, the state, the surface, how one event is
 decided, links and members, then the phases in the order of the diagram. The parts that the coordinator is made of
-(admission, membership, incidents, regrouping, endings, monitor, extensions) have a file each. They decide within their
+(admission, membership, incidents, regrouping, endings, training, extensions) have a file each. They decide within their
 part and change no phase: what they return, the coordinator carries out.
 """
 
@@ -40,15 +40,15 @@ from holdfast.coordinator.formation import (
     all_places,
     assigned,
     decide,
-    offers,
     seat,
 )
 from holdfast.coordinator.incident import Incidents, how
 from holdfast.coordinator.membership import HostBackoff, Liveness, Membership
-from holdfast.coordinator.monitor import Monitor, cannot_tell
 from holdfast.coordinator.previous_generation import PreviousGeneration
 from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.coordinator.replacements import Replacements
+from holdfast.coordinator.stop_delay import StopDelay
+from holdfast.coordinator.training import Training
 from holdfast.coordinator.views import job_view
 from holdfast.coordinator.world import Draining, Formation, Member, PendingLink, Phase, World, master_address, names
 from holdfast.protocol.charter import Charter
@@ -67,6 +67,7 @@ from holdfast.protocol.extension import (
     SafePointRefused,
     SaveAtSafePoint,
     SendAway,
+    StopDelayed,
     ToCore,
 )
 from holdfast.protocol.messages import (
@@ -85,7 +86,6 @@ from holdfast.protocol.messages import (
     Join,
     Joined,
     Leave,
-    Looked,
     Notice,
     Ping,
     Pong,
@@ -106,9 +106,10 @@ from holdfast.protocol.messages import (
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.protocol.outcome import Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow, HeldStates, JobSpec, Limits, NodeSpec, Note, Pauses
-from holdfast.protocol.rank_progress import Examine, JobView
+from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Pauses
+from holdfast.protocol.rank_progress import JobView
+from holdfast.protocol.throughput import Throughput
 from holdfast.protocol.train_contract import Survive
 from holdfast.text import spans
 
@@ -275,8 +276,10 @@ class Coordinator:
     """The restarts that were charged. `used` never exceeds the job's `max_restarts`."""
     _endings: Endings
     """What follows from a generation that has ended: a restart, or the outcome."""
-    _monitor: Monitor
-    """Progress, hangs and failures of the running generation. At rest in every phase but RUNNING."""
+    _training: Training
+    """The progress of the newest generation that was started, and the training time of all of them."""
+    _stop_delay: StopDelay
+    """The wait for the cause of a failure. No stop waits in any phase but RUNNING."""
     _regrouping: Regrouping
     """The rules by which running workers form the next generation. Reset when all workers are stopped (GATHERING)."""
 
@@ -311,11 +314,10 @@ class Coordinator:
         authority: Authority,
         *,
         fixed_master: tuple[str, int] | None = None,
-        examine: Examine = cannot_tell,
         extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         """`fixed_master`: the address and port that every generation announces (static rendezvous); None: rank 0's own.
-        `judge` makes a verdict of failures, `examine` a finding of stacks."""
+        `judge` makes a verdict of failures."""
         self.job, self.limits = job, limits
         self._authority, self._fixed_master = authority, fixed_master
         self.stepped_down = False
@@ -339,10 +341,10 @@ class Coordinator:
         self._job_began_s = now
         self.budget = Budget(job.max_restarts, limits)
         self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
-        self._monitor = Monitor(limits, self._membership.members, self._incidents, examine)
+        self._training = Training(limits, self._membership.members)
         replacements = Replacements(limits, self.budget, self._membership)
         self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements, self._incidents)
-        self._regrouping.longest_step_s = lambda: self._monitor.longest_step_s
+        self._regrouping.longest_step_s = lambda: self._training.longest_step_s
         self._regrouping.succeeded = authority.succeeds_without
         self.gathering = Gathering.begin(now)
         self._reason = ""
@@ -352,6 +354,7 @@ class Coordinator:
         self._due_s = -inf
         self._out = []
         self._extensions = Extensions(extensions, JobSeen(self), self._membership.members)
+        self._stop_delay = StopDelay(self._incidents, self._extensions.observed)
         self._follow_leader(now, authority.begin(self))
 
     # ---------------------------------------------------------------- surface
@@ -467,7 +470,12 @@ class Coordinator:
     @property
     def training_s(self) -> float:
         """Time in which the job has trained (s), as in JobView."""
-        return self._monitor.training_s
+        return self._training.training_s
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """The progress of all ranks of the newest generation that was started; None: none was."""
+        return self._training.throughput
 
     def job_s(self, now: float) -> float:
         """Age of the job."""
@@ -486,7 +494,7 @@ class Coordinator:
             job_s=self.job_s(now),
             why=self._why,
             membership=self._membership,
-            monitor=self._monitor,
+            training=self._training,
         )
         return self._extensions.shown_in(view, now)
 
@@ -518,7 +526,8 @@ class Coordinator:
             return
         self._advance_members(now)
         if self.phase is Phase.RUNNING:
-            self._follow(now, self._monitor.advance(now))
+            end = self._stop_delay.advance(now, self._world())
+            self._follow(now, [end] if end is not None else ())
         before = None
         while before is not self.phase:
             before = self.phase
@@ -545,16 +554,17 @@ class Coordinator:
         if phase not in PHASES[self.phase].to:
             raise AssertionError(f"no transition {self.phase} -> {phase}")
         if self.phase is Phase.RUNNING:
-            self._monitor.rest()
+            self._stop_delay.clear()
         self.phase = phase
         self._phase_since_s = now
-        self._extensions.runs(self.generation if phase in (Phase.RUNNING, Phase.DRAINING) else 0)
+        runs = phase in (Phase.RUNNING, Phase.DRAINING)
+        self._extensions.runs(self.generation if runs else 0, drains=phase is Phase.DRAINING)
 
     def _follow(self, now: float, orders: Iterable[Command | EndGeneration | Plan]) -> None:
         """Carry out what a part returned."""
         for order in orders:
             if isinstance(order, EndGeneration):
-                self._stop(now, order.reason, order.text)
+                self._stop(now, order.reason, order.text, order.culprit)
             elif isinstance(order, Plan):
                 self._regroup(now, order)
             else:
@@ -599,14 +609,13 @@ class Coordinator:
     def _nothing_follows(self, now: float, event: Event) -> bool:
         """Whether no transition can follow from this frequent event, which came while all was quiet and has left the
         phase as it was."""
-        if isinstance(event, Heard) and isinstance(event.message, Ping | Progress):
-            if self.phase is Phase.RUNNING:
-                self._due_s = min(self._due_s, self._monitor.due_s())
+        if isinstance(event, Heard) and isinstance(event.message, Ping):
             return True
-        if isinstance(event, Heard) and isinstance(event.message, Extended):
+        if isinstance(event, Heard) and isinstance(event.message, Progress | Extended):
             due_s = self._extensions.due_s()
             self._due_s = min(self._due_s, due_s)
-            return due_s > now
+            # What an extension has heard may be what a stop waits for.
+            return due_s > now and not self._stop_delay.waits
         if not self._membership.knows_candidates(now):
             return False
         if isinstance(event, LinkOpened):
@@ -693,15 +702,13 @@ class Coordinator:
                 crossed = self.phase is Phase.REGROUPING and generation in self._regrouping.past
                 if (crossed or generation == self.generation) and self._at_work():
                     self._world().mark_done(member.name, local_rank, left)
-                    self._monitor.rank_done(now, member, local_rank)
+                    self._training.rank_done(now, member.name, local_rank)
                     self._forgo_answer(member)
             case Progress(generation):
                 if generation == self.generation and self.phase in (Phase.RUNNING, Phase.DRAINING):
                     self._world().stepped |= any(each.steps for each in message.ranks)
-                    self._follow(now, self._monitor.progress(now, member, message))
-            case Looked(generation):
-                if generation == self.generation:
-                    self._monitor.looked(member, message)
+                    if self._training.progress(now, member.name, message):
+                        self._extensions.progressed(now, member.name)
             case WorkersFailed(generation, failures):
                 # A failure that crossed the order to regroup is a loss, too (test_regrouping.py).
                 known = generation == self.generation or generation in self._regrouping.past
@@ -923,7 +930,7 @@ class Coordinator:
         if charter is not None:
             self._inherit(now, charter)
             self._job_began_s = now - before.job_s
-            self._monitor.take_over(before.training_s)
+            self._training.take_over(before.training_s)
             self.job_uid = charter.job_uid
         if before.generation:
             self.previous.generation = before.generation
@@ -977,7 +984,7 @@ class Coordinator:
             if name in self.members:  # else it ended with the coordinator
                 self.members[name].first_started_s = now
                 self._tell(self.members[name], Resume(world.generation))
-        self._monitor.begin(world)
+        self._training.begin(world)
         self._out += self._regrouping.started(now, world)
         self.previous.parts.clear()
         self._note("resumed", generation=world.generation, order=list(world.order))
@@ -1093,9 +1100,9 @@ class Coordinator:
     def _on_prepared(self, now: float, member: Member, message: Prepared) -> None:
         generation = message.generation
         if self._announced is not None and generation == self._announced.world.generation:
-            self._announced.world.on_prepared(member.name, message.store_port, message.states)
+            self._announced.world.on_prepared(member.name, message.store_port)
         elif generation == self.generation and self.phase in (Phase.PREPARING, Phase.REGROUPING):
-            self._world().on_prepared(member.name, message.store_port, message.states)
+            self._world().on_prepared(member.name, message.store_port)
         # It joins beside running workers, and starts its own (scenario `survive_node_lost`).
         elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
             self._regrouping.arrived(self._world(), member)
@@ -1129,11 +1136,14 @@ class Coordinator:
         world.started_s = now
         world.master = self._fixed_master or (master_address(members), world.store_port)
         self._gather_until_s = None
-        self._enter(now, Phase.RUNNING)
-        self._monitor.begin(world)
-        offered = {} if regrouped else offers(world)  # workers that go on have their states
         for member in members:
-            self._start_member(now, member, world, offered.get(member.name, ()))
+            self._membership.set_busy(member, world.generation)
+        if not regrouped:
+            self._out += self._extensions.start_follows(now, world.generation)
+        self._enter(now, Phase.RUNNING)
+        self._training.begin(world)
+        for member in members:
+            self._start_member(now, member, world)
         for member in parting:  # the others do not need them any more
             self._tell(member, Stop(world.generation, StopReason.MEMBER_LEFT))
         self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
@@ -1144,12 +1154,12 @@ class Coordinator:
             if leaving is not None:
                 self._drain_for(now, leaving)
 
-    def _start_member(self, now: float, member: Member, world: World, states: tuple[HeldStates, ...] = ()) -> None:
+    def _start_member(self, now: float, member: Member, world: World) -> None:
         self._membership.set_busy(member, world.generation)
         member.first_started_s = member.first_started_s or now
         interval_s = self.limits.progress_interval_of(len(world.order))
         before, age_s = self._endings.before, self._authority.age_s(now)
-        self._tell(member, Start(world.generation, *world.master, interval_s, before, self.job_uid, age_s, states))
+        self._tell(member, Start(world.generation, *world.master, interval_s, before, self.job_uid, age_s))
 
     # ---------------------------------------------------------------- RUNNING
 
@@ -1174,7 +1184,7 @@ class Coordinator:
             self._take_in(now, world)
 
     def _running_due_s(self) -> float:
-        due_s = min(self._monitor.due_s(), self._regrouping.next_change_s(self._now, self._world()))
+        due_s = min(self._stop_delay.due_s(), self._regrouping.next_change_s(self._now, self._world()))
         if self._gather_until_s is not None:
             return min(due_s, self._gather_until_s)
         return min(due_s, self._membership.next_change_s(self._now)) if self._has_room() else due_s
@@ -1242,11 +1252,18 @@ class Coordinator:
                 return
             text += refused
         if self.phase is Phase.RUNNING:
-            orders = self._monitor.failed(now, failures, text, evidence_follows=message.evidence_follows)
-            self._follow(now, orders)
+            self._delay_stop(now, failures, text, evidence_follows=message.evidence_follows)
             return
         # What a worker ends with after the agreed safe point is free (test_coordinator_rules.py).
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
+
+    def _delay_stop(self, now: float, failures: Sequence[Failure], text: str, *, evidence_follows: bool) -> None:
+        """Stop the others now, or wait until the cause is known."""
+        order = self._stop_delay.failed(now, self._world(), failures, text, evidence_follows=evidence_follows)
+        if isinstance(order, StopDelayed):
+            self._extensions.happens_now(now, order)
+            order = self._stop_delay.told(now)
+        self._follow(now, [order] if order is not None else ())
 
     def _on_store_lost(self, now: float, text: str) -> None:
         """Workers that can go on after a loss can go on with another store."""
@@ -1363,6 +1380,7 @@ class Coordinator:
     def _regroup(self, now: float, plan: Plan) -> None:
         """Form the next generation of workers that are already running."""
         before = self._world()
+        self._observe_end(now, before)
         self.generation = max(self.generation, self.previous.generation) + 1
         world = self.world = self._regrouping.form(now, self.generation, plan, before)
         self._enter(now, Phase.REGROUPING)
@@ -1406,19 +1424,26 @@ class Coordinator:
 
     # ---------------------------------------------------------------- STOPPING
 
-    def _stop(self, now: float, reason: StopReason, text: str) -> None:
-        """Start to end the running generation."""
+    def _stop(self, now: float, reason: StopReason, text: str, culprit: Failure | None = None) -> None:
+        """Start to end the running generation. `culprit`: the worker for which it is ended."""
         world = self._world()
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
+        world.hung = culprit
+        self._observe_end(now, world)
         announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
-        hung = world.hung.rank if world.hung is not None and reason is StopReason.HUNG else None
+        hung = culprit.rank if culprit is not None else None
         for member in [self.members[name] for name in world.order if name in self.members]:
             place = announced.places[member.name] if announced is not None else None
             self._tell(member, Stop(world.generation, reason, text, place, hung))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
+
+    def _observe_end(self, now: float, world: World) -> None:
+        """Keep what the extensions know of this world for the verdict: its workers stop, or leave it for another."""
+        if world.started_s is not None:  # else what they know is still about the one before
+            world.hang = self._extensions.observed(now).hang
 
     def _announcement(self, world: World, reason: StopReason) -> Formation | None:
         """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
@@ -1516,9 +1541,9 @@ class Coordinator:
             case Announce(text):
                 if self.world is not None:
                     self._tell_world(self.world, Notice(text))
-            case EndGeneration(reason, text):
+            case EndGeneration(reason, text, culprit):
                 if self._at_work():
-                    self._stop(now, reason, text)
+                    self._stop(now, reason, text, culprit)
             case SaveAtSafePoint(by):
                 if self.phase is Phase.RUNNING:
                     self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)
@@ -1599,6 +1624,10 @@ class JobSeen:
         return self._machine.job.run_id
 
     @property
+    def limits(self) -> Limits:
+        return self._machine.limits
+
+    @property
     def phase(self) -> str:
         return self._machine.phase.value
 
@@ -1609,6 +1638,10 @@ class JobSeen:
     @property
     def world_size(self) -> int:
         return self._machine.world.size if self._machine.world is not None else 0
+
+    @property
+    def throughput(self) -> Throughput | None:
+        return self._machine.throughput
 
     def members(self) -> list[MemberSeen]:
         return [
@@ -1622,7 +1655,8 @@ class JobSeen:
             assert world is not None
             member, local_ranks = self._machine.members.get(name), world.places[name]
             if member is not None and member.busy_generation:
-                found.append(NodeSeen(name, member.node.host, rank_base, local_ranks))
+                done = world.finished(name)
+                found.append(NodeSeen(name, member.node.host, rank_base, local_ranks, done))
             rank_base += len(local_ranks)
         return found
 

@@ -5,7 +5,8 @@ becomes of their orders. Knows no extension by name. What they order of the job 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
@@ -19,10 +20,13 @@ from holdfast.protocol.extension import (
     AnswerRequest,
     CoordinatorExtension,
     CoordinatorHalf,
+    DrainBegan,
+    DrainEnded,
     Ended,
     Figures,
     Happened,
     Job,
+    Observed,
     Order,
     Orders,
     RefuseRequest,
@@ -30,6 +34,7 @@ from holdfast.protocol.extension import (
     SafePointRefused,
     SaveAtSafePoint,
     Started,
+    StartFollows,
     ToCore,
     ToNode,
     UserRequest,
@@ -40,6 +45,10 @@ from holdfast.protocol.rank_progress import JobView
 
 OPEN_MAX = 256
 """Requests that are open at a time. An agent answers 32 clients at a time, so only scripts on many nodes reach this."""
+FAULTS_NOTED_MAX = 20
+"""Faults of one extension in the journal: one that fails with every report of every node must not fill it."""
+FAULT_PAUSE_S = 60.0
+"""Time until `due` is called again after it has failed (s): it may stay due, and would be called without a pause."""
 Result = TypeVar("Result")
 
 
@@ -66,12 +75,20 @@ class Extensions:
         self._made: dict[str, CoordinatorExtension] = {}
         self._decoders: dict[str, msgspec.msgpack.Decoder[object]] = {}
         """Decoders of what the halves on the nodes send, by extension; made with the first message."""
+        self._faults: Counter[str] = Counter()
+        """Number of faults of each extension."""
+        self._paused_s: dict[str, float] = {}
+        """The time before which `due` is not called, by extension."""
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count(1)
         self._happened: list[tuple[Happened, str]] = []
         """What was not reported yet, and to which extension; to all if that is empty."""
         self._running = 0
         """The generation that runs; 0: none does."""
+        self._drains = False
+        """That generation drains."""
+        self._newest_due_s: float | None = None
+        """The result of `due_s`; None: something has changed since."""
         self._saving = ""
         """The extension whose SaveAtSafePoint has not ended yet; empty: none has ordered one."""
         self._out: list[Command | ToCore] = []
@@ -81,18 +98,39 @@ class Extensions:
 
     # ---------------------------------------------------------------- what the machine reports
 
-    def runs(self, generation: int) -> None:
-        """This generation runs now; 0: none does."""
+    def runs(self, generation: int, *, drains: bool) -> None:
+        """This generation runs now, and may drain; 0: none does."""
         before, self._running = self._running, generation
+        drained, self._drains = self._drains, drains
         if before and before != generation:
             self._saving = ""
-            self._happened.append((Ended(before), ""))
+            self.happens(Ended(before))
         if generation and before != generation:
-            self._happened.append((Started(generation), ""))
+            self.happens(Started(generation))
+        elif generation and drained != drains:
+            self.happens(DrainBegan(generation) if drains else DrainEnded(generation))
+
+    def start_follows(self, now: float, generation: int) -> list[Command]:
+        """Report that the workers of a generation start next. Returns what is sent before."""
+        for name in list(self._made):
+            self._order(name, lambda extension: extension.happened(now, StartFollows(generation)))
+        first = [order for order in self._out if not isinstance(order, ToCore)]
+        self._out = [order for order in self._out if isinstance(order, ToCore)]
+        return first
 
     def happens(self, event: Happened) -> None:
         """Report this when the present event of the machine has been handled to its end."""
         self._happened.append((event, ""))
+
+    def happens_now(self, now: float, event: Happened) -> None:
+        """Report this at once."""
+        self.happens(event)
+        self._report(now)
+
+    def progressed(self, now: float, member: str) -> None:
+        """A worker of this node made a step, or reached a new stage."""
+        for name in list(self._made):
+            self._order(name, lambda extension: extension.progressed(now, member))
 
     def save_ends(self, event: SafePointAgreed | SafePointRefused) -> None:
         """What has become of SaveAtSafePoint."""
@@ -139,13 +177,20 @@ class Extensions:
 
     def advance(self, now: float) -> None:
         """Report what has happened, and what is due."""
+        self._report(now)
+        for name in list(self._made):
+            if now >= self._due_s(name):
+                before = self._faults[name]
+                self._order(name, lambda extension: extension.due(now))
+                if self._faults[name] > before:
+                    self._paused_s[name] = now + FAULT_PAUSE_S
+        self._newest_due_s = None
+
+    def _report(self, now: float) -> None:
         happened, self._happened = self._happened, []
         for event, to in happened:
             for name in [to] if to else list(self._made):
                 self._order(name, lambda extension, event=event: extension.happened(now, event))  # type: ignore[misc]
-        for name in list(self._made):
-            if now >= self._due_s(name):
-                self._order(name, lambda extension: extension.due(now))
 
     # ---------------------------------------------------------------- what the machine reads
 
@@ -158,11 +203,21 @@ class Extensions:
         """The time at which `advance` must run next; -inf: now."""
         if self._happened or self._out:
             return -inf
-        return min(map(self._due_s, self._made), default=inf)
+        if self._newest_due_s is None:
+            self._newest_due_s = min(map(self._due_s, self._made), default=inf)
+        return self._newest_due_s
+
+    def observed(self, now: float) -> Observed:
+        """What all of them know for the verdict on the running generation."""
+        all_ = [self._call(name, lambda extension: extension.observed(now), Observed()) for name in self._made]
+        hang = next((each.hang for each in all_ if each.hang is not None), None)
+        places = tuple(place for each in all_ for place in each.places)
+        return Observed(hang, places, complete=all(each.complete for each in all_))
 
     def shown_in(self, view: JobView, now: float) -> JobView:
         """The view with the extensions' figures in it."""
         figures = {name: self._call(name, lambda extension: extension.view(now), Figures()) for name in self._made}
+        view = _with_places(view, figures.values())
         job = {name: each.job for name, each in figures.items() if each.job is not None}
         of_nodes = {name: each.nodes for name, each in figures.items() if each.nodes is not None}
         if not (job or of_nodes):
@@ -185,10 +240,11 @@ class Extensions:
         return self._made.get(name)
 
     def _due_s(self, name: str) -> float:
-        return self._call(name, lambda extension: extension.due_s(), inf)
+        return max(self._paused_s.get(name, -inf), self._call(name, lambda extension: extension.due_s(), inf))
 
     def _order(self, name: str, call: Callable[[CoordinatorExtension], Orders]) -> None:
         """Carry out what the extension orders."""
+        self._newest_due_s = None
         orders: tuple[Order, ...] = self._call(name, lambda extension: tuple(call(extension)), ())
         for order in orders:
             match order:
@@ -226,6 +282,33 @@ class Extensions:
 
     def _fault(self, name: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        self._out.append(Note("observer_fault", {"what": name, "error": text}))
+        self._faults[name] += 1
+        if self._faults[name] <= FAULTS_NOTED_MAX:
+            last = "; its further faults are not noted" if self._faults[name] == FAULTS_NOTED_MAX else ""
+            self._out.append(Note("observer_fault", {"what": name, "error": text + last}))
         for number in [number for number, each in self._open.items() if each.extension == name]:
             self._answer(number, b"", f"a fault in holdfast's extension {name}: {text}")
+
+
+def _with_places(view: JobView, figures: Collection[Figures]) -> JobView:
+    """The view with notices, and the places of ranks in a job that stands still."""
+    replace = msgspec.structs.replace
+    notices = tuple(text for each in figures for text in each.notices)
+    places = {rank: place for each in figures for rank, place in each.places.items()}
+    if any(each.stands_still for each in figures):
+        view = replace(view, left_s=0.0)
+    if places:
+        nodes = [
+            replace(
+                node,
+                ranks=tuple(
+                    replace(each, standing=place.standing, place=place.words)
+                    if (place := places.get(each.rank))
+                    else each
+                    for each in node.ranks
+                ),
+            )
+            for node in view.nodes
+        ]
+        view = replace(view, nodes=tuple(nodes))
+    return replace(view, notices=notices) if notices else view

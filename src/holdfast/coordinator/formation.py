@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -11,7 +10,7 @@ from msgspec import Struct
 
 from holdfast.coordinator.world import Member, World, is_local
 from holdfast.protocol.messages import Assign
-from holdfast.protocol.policy import HeldStates, JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.text import spans
 
 BACK_OFF = "a pause before the restart"
@@ -220,24 +219,6 @@ def assigned(
         restart_count=restart_count,
         local_world=all(is_local(member.address) for member in there),
     )
-
-
-def offers(world: World) -> dict[str, tuple[HeldStates, ...]]:
-    """Find, for each member that has no states in memory, all that have those of its ranks, of the job's last life and
-    of as many ranks."""
-    found: dict[str, tuple[HeldStates, ...]] = {}
-    at: dict[int, list[HeldStates]] = {}
-    words = Counter(states.word for states in world.states.values()).most_common(1)
-    for states in world.states.values():
-        for rank in states.ranks if (states.world, states.word) == (world.size, words[0][0]) else ():
-            at.setdefault(rank, []).append(states)
-    base = 0
-    for member in world.order if at else ():
-        ranks = range(base, base + len(world.places[member]))
-        base = ranks.stop
-        if member not in world.states:
-            found[member] = tuple(dict.fromkeys(states for rank in ranks for states in at.get(rank, ())))
-    return found
 
 
 def _led_by(seats: Sequence[NodeSpec], sizes: Sequence[int]) -> str:

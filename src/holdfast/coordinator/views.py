@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from holdfast.coordinator.membership import Membership
-from holdfast.coordinator.monitor import Monitor
-from holdfast.coordinator.throughput import RankThroughput, Throughput
+from holdfast.coordinator.training import Training
 from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.policy import JobSpec
-from holdfast.protocol.rank_progress import Finding, JobView, NodeView, RankView, Standing
+from holdfast.protocol.rank_progress import JobView, NodeView, RankView
+from holdfast.protocol.throughput import RankThroughput, Throughput
 
 
 def job_view(
@@ -24,10 +24,10 @@ def job_view(
     job_s: float,
     why: str,
     membership: Membership,
-    monitor: Monitor,
+    training: Training,
 ) -> JobView:
     """`since_s`: since the phase began; `job_s`: since the job began; `why`: why the last generation ended."""
-    hang, throughput = monitor.hang(now), monitor.throughput
+    throughput = training.throughput
     return JobView(
         run_id=job.run_id,
         phase=phase.value,
@@ -37,13 +37,12 @@ def job_view(
         world_size=world.size if world is not None else 0,
         since_s=since_s,
         job_s=job_s,
-        training_s=monitor.training_s,
+        training_s=training.training_s,
         why=world.stop_text if world is not None and phase is Phase.STOPPING else why,
-        nodes=_node_views(membership.members.values(), world, phase, throughput, membership, now, hang),
-        notices=monitor.notices(hang),
+        nodes=_node_views(membership.members.values(), world, phase, throughput, membership, now),
         job_step=throughput.job.steps if throughput is not None else 0,
         job_steps=throughput.job_steps if throughput is not None else 0,
-        left_s=throughput.left_s if throughput is not None and phase is Phase.RUNNING and hang is None else 0.0,
+        left_s=throughput.left_s if throughput is not None and phase is Phase.RUNNING else 0.0,
     )
 
 
@@ -63,10 +62,8 @@ def _node_views(
     throughput: Throughput | None,
     membership: Membership,
     now: float,
-    hang: Finding | None = None,
 ) -> tuple[NodeView, ...]:
-    """The nodes of the world by group rank, then the others in order of arrival. `hang`: the hang that was reported."""
-    found = _places(hang)
+    """The nodes of the world by group rank, then the others in order of arrival."""
     places = {name: place for place, name in enumerate(world.order)} if world is not None and phase in IN_WORLD else {}
     on_host_backoff = {member.name for member, _ in membership.waiting(now)}
     views: list[NodeView] = []
@@ -81,9 +78,7 @@ def _node_views(
                 group_rank=places.get(member.name),
                 state=_state(member, in_world, phase, on_host_backoff),
                 heard_s=now - member.last_heard_s,
-                ranks=tuple(_rank(pace, now, found) for pace in known.of_member(member.name))
-                if known is not None
-                else (),
+                ranks=tuple(_rank(pace, now) for pace in known.of_member(member.name)) if known is not None else (),
             )
         )
     return tuple(views)
@@ -105,19 +100,7 @@ def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: s
     return "leaving" if member.leaving else IN_WORLD[phase]
 
 
-def _places(hang: Finding | None) -> dict[int, tuple[Standing, str]]:
-    """The state of each rank in this hang, and its place in words."""
-    found: dict[int, tuple[Standing, str]] = {}
-    if hang is None:
-        return found
-    for place in hang.groups:
-        for rank in place.ranks:
-            found[rank] = (Standing.HUNG if rank in hang.culprits else place.standing, place.words)
-    return found
-
-
-def _rank(pace: RankThroughput, now: float, found: Mapping[int, tuple[Standing, str]]) -> RankView:
-    standing, place = found.get(pace.rank, (None, ""))
+def _rank(pace: RankThroughput, now: float) -> RankView:
     return RankView(
         rank=pace.rank,
         local_rank=pace.local_rank,
@@ -126,8 +109,6 @@ def _rank(pace: RankThroughput, now: float, found: Mapping[int, tuple[Standing, 
         step_s=pace.step_s,
         own_s=pace.own_step_s,
         age_s=max(0.0, now - pace.newest_s),
-        standing=standing,
-        place=place,
         pid=pace.pid,
         counts_job=pace.job_step > 0,
     )

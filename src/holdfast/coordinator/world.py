@@ -8,7 +8,7 @@ from enum import Enum
 
 from holdfast.protocol.messages import Assign, StopReason
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import HeldStates, NodeSpec
+from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Finding, RankStory
 from holdfast.text import is_loopback, listed
 
@@ -115,8 +115,6 @@ class World:
     """Number of all ranks."""
     prepared: set[str] = field(default_factory=set)
     store_port: int | None = None
-    states: dict[str, HeldStates] = field(default_factory=dict)
-    """The states that each member had in memory when it was prepared."""
     done: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that ended with 0, by member."""
     left: list[Failure] = field(default_factory=list)
@@ -146,21 +144,19 @@ class World:
     stop_text: str = ""
     stop_began_s: float = 0.0
     hang: Finding | None = None
-    """The hang that was found, while nothing has moved since."""
+    """The reason why no rank made progress at its end, as far as extensions have found one."""
     hung: Failure | None = None
-    """The worker that caused the hang."""
+    """The worker for which it was ended."""
     survivors: tuple[RankStory, ...] = ()
     """The places of the other ranks after a time-out, before they were stopped."""
 
     def __post_init__(self) -> None:
         self.size = sum(len(places) for places in self.places.values())
 
-    def on_prepared(self, member: str, store_port: int | None, states: HeldStates | None = None) -> None:
+    def on_prepared(self, member: str, store_port: int | None) -> None:
         """A member is prepared. Only the first one's store counts."""
         if member in self.places:
             self.prepared.add(member)
-            if states is not None:
-                self.states[member] = states
         if store_port is not None and member == self.order[0]:
             self.store_port = store_port
 

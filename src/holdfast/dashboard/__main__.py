@@ -1,4 +1,4 @@
-"""The dashboard's process beside a coordinator: `python -m holdfast.dashboard`, started by dashboard_host.py.
+"""The dashboard's process beside a coordinator: `python -m holdfast.dashboard`. extensions/dashboard/node.py starts it.
 
 Descriptor 3 is the socket to the agent, 4 the listening socket. Messages (seqpacket.py):
 
@@ -24,9 +24,9 @@ from holdfast import seqpacket
 from holdfast.dashboard.feed import JobFeeds
 from holdfast.dashboard.job_source import ShownJob
 from holdfast.dashboard.web_app import serve
+from holdfast.extensions.dashboard.credentials import LISTENING_FD, Credentials
 from holdfast.protocol.outcome import Outcome
-from holdfast.supervisor.dashboard_host import LISTENING_FD, Credentials
-from holdfast.supervisor.service_host import CONTROL_FD
+from holdfast.supervisor.service_process import CONTROL_FD
 
 TEXT_CHARACTERS_MAX = 8000
 """End of the traceback that the agent gets when this process fails."""

@@ -45,12 +45,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.dashboard.feed import CLIENTS_MAX, LAST_BYTES, JobFeed, JobFeeds, LogLines
 from holdfast.dashboard.job_source import ShownJob, encoded, jobs_here, summary_of
+from holdfast.extensions.dashboard.credentials import Credentials
 from holdfast.extensions.profile.messages import ASKED_S_MAX, NAME, profile_request
 from holdfast.extensions.save.messages import SAVE_S
 from holdfast.protocol.errors import HoldfastError, UsageError
 from holdfast.protocol.ranks_text import ranks_of
 from holdfast.runtime.running import ASKED_S
-from holdfast.supervisor.dashboard_host import Credentials
 
 STATIC = Path(__file__).parent / "static"
 SEND_S_MAX = 30.0

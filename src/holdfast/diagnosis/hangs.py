@@ -1,6 +1,6 @@
 """Finds out, from samples of all ranks, whether a job hangs, which ranks the others wait for, and where.
 
-Pure. The coordinator gets `examine` as a parameter, like the judge of failures.
+Pure. Called by the extension `hangs`, at the coordinator.
 
 | found                                                            | kind   | code  | ended  |
 |------------------------------------------------------------------|--------|-------|--------|

@@ -27,7 +27,6 @@ from holdfast.protocol.messages import (
     Finish,
     FromAgent,
     FromCoordinator,
-    Looked,
     Ping,
     Pong,
     Progress,
@@ -296,8 +295,6 @@ def _cut(message: Struct, chars_max: int) -> Struct:
         return replace(message, failures=_cut_failures(message.failures, chars_max))
     if isinstance(message, Finish):
         return replace(message, outcome=_cut_outcome(message.outcome, chars_max))
-    if isinstance(message, Looked):
-        return replace(message, samples=tuple(cut_sample(sample, chars_max) for sample in message.samples))
     return message
 
 
@@ -333,6 +330,21 @@ def cut_sample(sample: RankSample, chars_max: int) -> RankSample:
         note=_valid(sample.note[:chars_max]),
         file=_valid(sample.file),
     )
+
+
+def send_samples(
+    send: Callable[[Struct], None], message: Callable[[tuple[RankSample, ...]], Struct], samples: tuple[RankSample, ...]
+) -> None:
+    """Send these samples in an extension's message. Very many stacks lose their outer frames; if that is not enough,
+    none is sent. `send` raises ProtocolError for a message that is too large."""
+    for chars_max in (None, *TEXT_CHARS_CUTS):
+        fitting = samples if chars_max is None else tuple(cut_sample(each, chars_max) for each in samples)
+        try:
+            send(message(fitting))
+        except ProtocolError:
+            continue
+        return
+    send(message(()))
 
 
 def _valid(text: str) -> str:

@@ -22,8 +22,10 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from holdfast.protocol.messages import StopReason
-from holdfast.protocol.policy import Note
-from holdfast.protocol.rank_progress import JobView
+from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import Limits, Note
+from holdfast.protocol.rank_progress import Finding, JobView, RankStory, Standing
+from holdfast.protocol.throughput import Throughput
 
 # --- what an extension may read ---------------------------------------------------------------------------------------
 
@@ -44,6 +46,8 @@ class NodeSeen(Struct, frozen=True):
     rank_base: int
     """The rank of the first of these workers; the others follow in this order."""
     local_ranks: tuple[int, ...]
+    done: bool
+    """All these workers have ended with 0."""
 
 
 class Job(Protocol):
@@ -51,6 +55,9 @@ class Job(Protocol):
 
     @property
     def run_id(self) -> str: ...
+
+    @property
+    def limits(self) -> Limits: ...
 
     @property
     def phase(self) -> str: ...
@@ -62,6 +69,10 @@ class Job(Protocol):
     @property
     def world_size(self) -> int:
         """Number of all ranks of the newest generation."""
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """The progress of all ranks of the newest generation that was started; None: none was."""
 
     def members(self) -> Sequence[MemberSeen]:
         """All members, in the order in which they joined."""
@@ -88,6 +99,13 @@ class UserRequest(Struct, frozen=True):
     """A value of the type in `CoordinatorExtension.questions`."""
 
 
+class StartFollows(Struct, frozen=True):
+    """All nodes of a generation are prepared. A message to a node that is ordered now arrives before its workers start.
+    It is not reported when running workers form a generation."""
+
+    generation: int
+
+
 class Started(Struct, frozen=True):
     """The workers of a generation run."""
 
@@ -96,6 +114,18 @@ class Started(Struct, frozen=True):
 
 class Ended(Struct, frozen=True):
     """The workers of a generation were ordered to stop, or leave it for another generation."""
+
+    generation: int
+
+
+class DrainBegan(Struct, frozen=True):
+    """The workers go to a common safe point, and may be held there. Ends in DrainEnded or Ended."""
+
+    generation: int
+
+
+class DrainEnded(Struct, frozen=True):
+    """The workers were let go: the generation runs on."""
 
     generation: int
 
@@ -119,7 +149,28 @@ class SafePointRefused(Struct, frozen=True):
     text: str
 
 
-Happened = Started | Ended | MemberLost | SafePointAgreed | SafePointRefused
+class StopDelayed(Struct, frozen=True):
+    """Workers have failed, perhaps because of others. The others are not stopped before this time, unless the cause
+    becomes known. Reported at once, and not when the present event has been handled."""
+
+    generation: int
+    until_s: float
+    seeks_places: bool = False
+    """The failed workers have waited in vain: find out where the other ranks are. The stop waits while
+    `CoordinatorExtension.observed` says that the answer is not complete."""
+
+
+Happened = (
+    StartFollows
+    | Started
+    | Ended
+    | DrainBegan
+    | DrainEnded
+    | MemberLost
+    | SafePointAgreed
+    | SafePointRefused
+    | StopDelayed
+)
 
 # --- what it may order ------------------------------------------------------------------------------------------------
 
@@ -156,6 +207,8 @@ class EndGeneration(Struct, frozen=True):
 
     reason: StopReason
     text: str
+    culprit: Failure | None = None
+    """The worker for which it is ended. Its node reports its end with its last output, although the stop ends it."""
 
 
 class SaveAtSafePoint(Struct, frozen=True):
@@ -202,6 +255,13 @@ Orders = Iterable[Order]
 # --- the extension ----------------------------------------------------------------------------------------------------
 
 
+class RankPlace(Struct, frozen=True):
+    """The place of a rank, in a job that stands still."""
+
+    standing: Standing
+    words: str
+
+
 class Figures(Struct, frozen=True):
     """An extension's part of `status`, of its JSON, and of the page: whatever msgspec can encode."""
 
@@ -209,6 +269,23 @@ class Figures(Struct, frozen=True):
     """Figures about the job as a whole; None: there are none."""
     nodes: Mapping[str, object] | None = None
     """Figures by member; a node that is missing is shown without figures. None: there are none about nodes."""
+    notices: tuple[str, ...] = ()
+    """Lines about what users should know now."""
+    places: Mapping[int, RankPlace] = {}
+    """Places by rank."""
+    stands_still: bool = False
+    """No rank makes progress: nobody knows how much time is left."""
+
+
+class Observed(Struct, frozen=True):
+    """What an extension knows about the running generation that its verdict needs, if it ends now."""
+
+    hang: Finding | None = None
+    """The reason why no rank makes progress; None: ranks do, or nothing was found."""
+    places: tuple[RankStory, ...] = ()
+    """The places of the ranks, after StopDelayed."""
+    complete: bool = True
+    """False: more places will be known soon."""
 
 
 class CoordinatorExtension:
@@ -234,6 +311,15 @@ class CoordinatorExtension:
     def happened(self, now: float, event: Happened) -> Orders:  # noqa: ARG002
         """Handle a change of the job. SafePointAgreed and SafePointRefused reach only the extension that ordered it."""
         return ()
+
+    def progressed(self, now: float, member: str) -> Orders:  # noqa: ARG002
+        """A worker of this node made a step, or reached a new stage: see `Job.throughput`. Called for most reports of
+        all nodes, so it must be cheap."""
+        return ()
+
+    def observed(self, now: float) -> Observed:  # noqa: ARG002
+        """What it knows about the running generation for the verdict."""
+        return Observed()
 
     def due_s(self) -> float:
         """The time at which `due` must be called (s of the coordinator's clock); inf: never."""

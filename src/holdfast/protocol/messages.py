@@ -17,10 +17,8 @@ from msgspec import Meta, Struct
 from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import (
-    ITEMS_MAX,
     WORKERS_PER_NODE_MAX,
     Count,
-    HeldStates,
     LocalRank,
     NodeSpec,
     Period,
@@ -29,7 +27,7 @@ from holdfast.protocol.policy import (
     Rank,
     Seconds,
 )
-from holdfast.protocol.rank_progress import RankProgress, RankSample
+from holdfast.protocol.rank_progress import RankProgress
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
@@ -97,8 +95,6 @@ class Prepared(AgentMessage, frozen=True, tag="prepared"):
     generation: Count
     store_port: Port | None = None
     """Set only by the node that hosts the store."""
-    states: HeldStates | None = None
-    """States that this node's saver gives to other nodes; None: it gives none."""
 
 
 class WorkerDone(AgentMessage, frozen=True, tag="done"):
@@ -157,17 +153,6 @@ class Progress(AgentMessage, frozen=True, tag="progress"):
     """Number of steps of the whole job; 0: the script does not report it."""
     ping: Count = 0
     """The number of the ping that this message replaces (`Ping.number`), and that is answered; 0: it replaces none."""
-
-
-class Looked(AgentMessage, frozen=True, tag="looked"):
-    """Answer to Look."""
-
-    generation: Count
-    number: Count
-    """The number of the Look."""
-    samples: Annotated[tuple[RankSample, ...], OF_ONE_NODE] = ()
-    reach: Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)] = ()
-    """The reasons why the test connection failed, in words; empty: it was made, or was not ordered."""
 
 
 class Able(AgentMessage, frozen=True, tag="able"):
@@ -309,8 +294,6 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     """Identifies the job, through all its generations; unlike the run id it is never used twice."""
     age_s: Seconds = 0.0
     """Age of the coordinator's authority: see Pong. The agent's fence counts from that time before its Prepared."""
-    states: Annotated[tuple[HeldStates, ...], OF_ONE_NODE] = ()
-    """Places of the states of this node's ranks, if it has none of its own: it fetches them while its workers start."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):
@@ -369,15 +352,6 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
     its workers are gone, without another Assign. An Assign of a newer generation replaces it."""
     hung: Rank | None = None
     """The rank that caused a hang: its node reports its end with its last output, although the stop ends it."""
-
-
-class Look(CoordinatorMessage, frozen=True, tag="look"):
-    """Sample the workers. Answered by one Looked."""
-
-    generation: Count
-    number: Count
-    store: bool = False
-    """The node also tries to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
 
 
 class Notice(CoordinatorMessage, frozen=True, tag="notice"):
@@ -456,7 +430,6 @@ FromAgent = (
     | Leave
     | Held
     | Progress
-    | Looked
     | Able
     | ReplacementReady
     | ReplacementFailed
@@ -480,7 +453,6 @@ FromCoordinator = (
     | Resume
     | Abandon
     | Stop
-    | Look
     | Notice
     | Finish
     | Pong

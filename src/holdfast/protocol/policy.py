@@ -313,22 +313,6 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
         return agent_of(self.member)
 
 
-class HeldStates(Struct, frozen=True, array_like=True):
-    """States in memory that a node's saver gives to other nodes (train/snapshots/copy_service.py)."""
-
-    host: str
-    """The node's addresses, separated by blanks."""
-    port: Port
-    word: str
-    """The word of the life of the job that left them: the saver's key comes from it."""
-    folder: str
-    """The folder of the snapshots."""
-    world: Rank
-    """Number of ranks of the job in that life."""
-    ranks: Annotated[tuple[Rank, ...], Meta(max_length=2 * WORKERS_PER_NODE_MAX)]
-    """Ranks whose states it has: its own, and those of which it has copies."""
-
-
 def agent_of(member: str) -> str:
     """The agent of a member: `node7#5f3a90c1` for `node7#5f3a90c1.2`."""
     host, mark, incarnation = member.rpartition("#")

@@ -2,8 +2,6 @@
 samples of their stacks and of the kernel's counters; findings about hangs. Below: where threads are, from the text of a
 stack dump. Pure: text in, frames out.
 
-The coordinator gets the function that makes findings as a parameter, like the judge of failures (diagnosis/hangs.py).
-
 Python's faulthandler writes for all threads:
 
     Thread 0x00007f41168b56c0 (most recent call first):

@@ -31,7 +31,6 @@ from holdfast.agent.commands import (
     HangUp,
     HoldWorkers,
     KillTree,
-    LookAtWorkers,
     Prepare,
     RegroupWorkers,
     ReleaseWorkers,
@@ -41,29 +40,28 @@ from holdfast.agent.commands import (
     StartReplacements,
     StartWorkers,
 )
-from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Received, Signalled, TreeGone
+from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Received, Signalled
 from holdfast.coordinator.ending import Judge
 from holdfast.detached import run_detached
 from holdfast.journal import JOURNAL_NAME, Journal
-from holdfast.metrics import observing
 from holdfast.protocol.errors import EXIT_FAILURE, ProtocolError
-from holdfast.protocol.messages import Answer, Extended, FromAgent, FromCoordinator, Start, Waiting
+from holdfast.protocol.messages import Answer, Extended, FromAgent, FromCoordinator, Waiting
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
-from holdfast.protocol.rank_progress import Examine, JobView, RankProgress
+from holdfast.protocol.rank_progress import JobView
 from holdfast.run_folder import RunFolder
 from holdfast.runtime.control import Control
 from holdfast.runtime.control_requests import ControlRequests
 from holdfast.runtime.coordinator_service import CoordinatorLink
 from holdfast.runtime.driver import Driver, Troubles, as_error, fault_of
-from holdfast.runtime.node_extension import Node, NodeExtensions, Registered
+from holdfast.runtime.node_extension import CoordinatorHosted, Node, NodeExtensions, Registered
 from holdfast.runtime.rendezvous_client import RendezvousClient
+from holdfast.runtime.worker_group import WorkerGroup
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.supervisor import SupervisorHandle
 from holdfast.supervisor.worker_command import node_versions
-from holdfast.supervisor.worker_group import WorkerGroup
 from holdfast.text import visible
 
 SOUGHT_CHARACTERS = 200
@@ -128,20 +126,19 @@ def run_job(
     supervisor: SupervisorHandle,
     *,
     judge: Judge,
-    examine: Examine,
     render: Render,
     extensions: Sequence[Registered],
     load: Callable[[], None] = lambda: None,
 ) -> int:
     """Run this node's part of a job and return its exit code. Raises HoldfastError, before any worker was started.
 
-    `judge` separates the first failure from its consequences; `examine` separates hung ranks from waiting ones;
-    `render` puts the end into words for the console. `load` imports the modules that `judge` and `render` need. It is
-    called once, in a thread, while the workers run or are being stopped: a restart must not wait for it. `extensions`
-    do everything else about a running job than forming, starting and stopping its generations.
+    `judge` separates the first failure from its consequences; `render` puts the end into words for the console. `load`
+    imports the modules that `judge` and `render` need. It is called once, in a thread, while the workers run or are
+    being stopped: a restart must not wait for it. `extensions` do everything else about a running job than forming,
+    starting and stopping its generations.
     """
     try:
-        return asyncio.run(_run_job(options, supervisor, judge, examine, render, load, extensions))
+        return asyncio.run(_run_job(options, supervisor, judge, render, load, extensions))
     except Exception as error:  # noqa: BLE001 - every error gets a code
         raise as_error(error) from error.__cause__
 
@@ -150,7 +147,6 @@ async def _run_job(
     options: RunOptions,
     supervisor: SupervisorHandle,
     judge: Judge,
-    examine: Examine,
     render: Render,
     load: Callable[[], None],
     extensions: Sequence[Registered],
@@ -164,10 +160,9 @@ async def _run_job(
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
     try:
-        service = AgentService(
-            options, supervisor, judge, examine, folder, console, router, journal, host, load, extensions
-        )
-        with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
+        service = AgentService(options, supervisor, judge, folder, console, router, journal, host, load, extensions)
+        try:
+            service.extensions.begin(options)
             outcome = await _outcome(service, journal, folder)
             if signal.SIGINT not in supervisor.ignored and (task := asyncio.current_task()) is not None:
                 # Python's own KeyboardInterrupt is lost where it meets an import or a finalizer.
@@ -178,6 +173,8 @@ async def _run_job(
             router.hide_tracebacks(_explained_in(text, outcome))
             if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
                 stall_s = CONSOLE_LAST_CHANCE_S_MAX
+        finally:
+            await service.extensions.reported()
         if text:
             console.say(text, prefix="")
     except asyncio.CancelledError:  # Ctrl-C while the last output is being shown
@@ -246,7 +243,6 @@ class AgentService:
         options: RunOptions,
         supervisor: SupervisorHandle,
         judge: Judge,
-        examine: Examine,
         folder: RunFolder,
         console: Console,
         router: LogRouter,
@@ -270,9 +266,18 @@ class AgentService:
         """Calls `_load` after the first start of workers; None: no worker has been started yet."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
-        self._registered = extensions
-        self._extensions: NodeExtensions | None = None
-        self._rendezvous = RendezvousClient(options, judge, journal, console.say, examine, extensions)
+        self._rendezvous = RendezvousClient(options, judge, journal, console.say, extensions)
+        self._node = NodeSpec(
+            member=f"{host}#{os.urandom(INCARNATION_BYTES).hex()}",
+            host=host,
+            nproc=options.nproc,
+            role=options.role,
+            node_rank=options.node_rank,
+            local_addr=options.local_addr,
+            versions=node_versions(options.command),
+        )
+        self._machine = Agent(self._node, options.limits, self._loop.time())
+        self.extensions = NodeExtensions(extensions, self._as_seen(), self._send, journal.fault)
         self._link: CoordinatorLink | None = None
         self._driver: Driver[Event, Command] | None = None
         self._worker_group: WorkerGroup | None = None
@@ -282,21 +287,12 @@ class AgentService:
         self._troubles = Troubles(console.say, self._loop.time)
 
     async def run(self) -> Outcome:
-        node = NodeSpec(
-            member=f"{self._host}#{os.urandom(INCARNATION_BYTES).hex()}",
-            host=self._host,
-            nproc=self._options.nproc,
-            role=self._options.role,
-            node_rank=self._options.node_rank,
-            local_addr=self._options.local_addr,
-            versions=node_versions(self._options.command),
-        )
+        machine, extensions = self._machine, self.extensions
         self._journal.write(
-            "begins", member=node.member, run_id=self._options.job.run_id, endpoint=self._options.meeting_point
+            "begins", member=self._node.member, run_id=self._options.job.run_id, endpoint=self._options.meeting_point
         )
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            machine = Agent(node, self._options.limits, self._loop.time())
             worker_group = WorkerGroup(
                 self._options,
                 self._supervisor,
@@ -305,6 +301,7 @@ class AgentService:
                 self._journal,
                 tasks,
                 self._feed,
+                extensions,
                 host=self._host,
                 work=lambda: machine.work,
                 on_store=self._rendezvous.store_opened,
@@ -312,7 +309,6 @@ class AgentService:
             )
             self._worker_group = worker_group
             self._driver = Driver(machine, Tick(), self._execute, after=lambda: self._after_event(machine))
-            extensions = self._extensions = self._make_extensions(machine, node, worker_group, tasks)
             self._control_requests = ControlRequests(self._send, extensions.asked, self._host)
             control = Control(self._control_requests.ask, self._journal)
             self._loop.set_exception_handler(self._crashed)
@@ -336,39 +332,32 @@ class AgentService:
                 if self._dialing is not None:
                     self._dialing.cancel()
                 await self._rendezvous.close()
-                await extensions.close()
-                await worker_group.close(self._outcome())
+                await extensions.close(self._outcome())
+                await worker_group.close()
                 # Before `holdfast stop` and `holdfast logs -f` get their answer: the next command reads the files.
                 await run_detached(self._router.finish_files)
                 await control.close(self._outcome())
         return outcome
 
-    def _make_extensions(
-        self, machine: Agent, node: NodeSpec, group: WorkerGroup, tasks: asyncio.TaskGroup
-    ) -> NodeExtensions:
-        own = Node(
-            machine,
-            self._options.job,
-            node,
+    def _as_seen(self) -> Node:
+        """This node, as its extensions see it."""
+
+        return Node(
+            self._machine,
+            self._options,
+            self._node,
             self._folder.path,
-            tasks,
-            self._journal.write,
-            self._journal.fault,
+            self._journal,
+            self._console.say,
             self._feed,
-            workers=group.workers,
-            progress=group.progress,
-            samples=group.samples,
+            lambda: self._worker_group,
+            self.view,
         )
-        return NodeExtensions(self._registered, own, self._send, self._journal.fault)
 
     def _outcome(self) -> Outcome | None:
         """The outcome; None: there is none yet, or a fault of ours in its place."""
         ended = self._ended
         return ended.result() if ended.done() and not ended.cancelled() and ended.exception() is None else None
-
-    def look(self) -> tuple[RankProgress, ...]:
-        """The progress of this node's workers; empty while there are none."""
-        return self._worker_group.progress() if self._worker_group is not None else ()
 
     def view(self) -> JobView | None:
         """The coordinator's view of the job; None: it does not run here."""
@@ -379,8 +368,6 @@ class AgentService:
 
     def _feed(self, event: Event) -> None:
         assert self._driver is not None
-        if isinstance(event, TreeGone) and self._extensions is not None:
-            self._extensions.gone()
         self._driver.feed(event)
 
     def _after_event(self, machine: Agent) -> None:
@@ -438,18 +425,13 @@ class AgentService:
     def _extended(self, message: Extended) -> None:
         """Pass a message to an extension. If its half here does not know it, the coordinator is at fault, and the link
         is cut as for any other invalid message."""
-        assert self._extensions is not None
         try:
-            self._extensions.heard(message)
+            self.extensions.heard(message)
         except ProtocolError as error:
             link = self._link
             if link is not None:
                 self._link_lost(link, str(error))
                 link.close(str(error))
-
-    def _started(self, start: Start) -> None:
-        assert self._extensions is not None
-        self._extensions.started(start.generation, start.progress_interval_s)
 
     def _send(self, message: FromAgent) -> bool:
         """Send a message to the coordinator. False: there is no link."""
@@ -499,14 +481,12 @@ class AgentService:
                 group.prepare(assign)
             case StartWorkers(assign, start):
                 group.start(assign, start)
-                self._started(start)
                 if self._load is not None and self._load_timer is None:
                     self._load_timer = self._loop.call_later(LOAD_AFTER_S, self._load_end)
             case RegroupWorkers(assign, safe_point):
                 group.regroup(assign, safe_point)
             case ContinueWorkers(_, start):
                 group.go_on(start)
-                self._started(start)
             case StartReplacements(generation, local_ranks):
                 group.replace(generation, local_ranks)
             case SignalWorkers(signum, to_end):
@@ -517,8 +497,6 @@ class AgentService:
                 group.hold(generation)
             case ReleaseWorkers(generation, safe_point, save):
                 group.release(generation, safe_point, save=save)
-            case LookAtWorkers(generation, number, store):
-                group.look(generation, number, store=store)
             case KillTree():
                 group.kill_tree()
 
@@ -544,5 +522,5 @@ class AgentService:
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
         if self._rendezvous.coordinator is not None and self._worker_group is not None:
-            self._worker_group.serve_dashboard()
+            self.extensions.happened(CoordinatorHosted())
         self._feed(self._rendezvous.dialed())

@@ -29,7 +29,6 @@ from holdfast.authority.leased import Leased
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.coordinator_commands import Command, DropLink, Tell
 from holdfast.coordinator.ending import Judge
-from holdfast.coordinator.monitor import cannot_tell
 from holdfast.detached import run_detached
 from holdfast.journal import Journal
 from holdfast.protocol.errors import CoordinatorUnreachableError, EtcdError, EtcdUnreachableError, PortInUseError
@@ -37,7 +36,6 @@ from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.messages import Assign, Finish, Start
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import Limits, NodeSpec
-from holdfast.protocol.rank_progress import Examine
 from holdfast.rendezvous.bind import Claim, claim
 from holdfast.rendezvous.elections import Api, Election, Leader, LeaderLease, Memory
 from holdfast.runtime.coordinator_service import CoordinatorLink, CoordinatorService
@@ -317,10 +315,8 @@ class ElectedClient:
         judge: Judge,
         journal: Journal,
         say: Callable[[str], None],
-        examine: Examine = cannot_tell,
         extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
-        self._examine = examine
         self._extensions = extensions
         self._options = options
         self._election = election
@@ -472,9 +468,7 @@ class ElectedClient:
             floor=before.generation if before is not None else 0,
             tail_s=before.tail_s if before is not None else 0.0,
         )
-        machine = Coordinator(
-            options.job, options.limits, self._judge, now, authority, examine=self._examine, extensions=self._extensions
-        )
+        machine = Coordinator(options.job, options.limits, self._judge, now, authority, extensions=self._extensions)
         service = ElectedService(machine, lease_holder, self._journal, self._say, self._step_down)
         self._service, self._lease_holder = service, lease_holder
         await service.listen(won.place, options.token, static=False)

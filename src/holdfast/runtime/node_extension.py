@@ -9,7 +9,8 @@ no job: its fault goes to the journal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +18,16 @@ import msgspec
 
 from holdfast.agent.agent import Agent
 from holdfast.agent.events import Event, Received
+from holdfast.journal import Journal
 from holdfast.protocol import codec
+from holdfast.protocol.errors import HoldfastError
 from holdfast.protocol.extension import CoordinatorHalf
-from holdfast.protocol.messages import Assign, Extended, FromAgent, Quit
-from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.messages import Assign, Extended, FromAgent, Quit, Start
+from holdfast.protocol.options import RunOptions
+from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import JobView, NodeView, RankProgress, RankSample, RankView
+from holdfast.supervisor.client import SupervisorClient, SupervisorEvent
 from holdfast.supervisor.generation import RunningGeneration
 
 Send = Callable[[msgspec.Struct], None]
@@ -41,43 +47,99 @@ class Question(msgspec.Struct, frozen=True):
     """Time for which the command waits (s)."""
 
 
+# --- the events that it gets ------------------------------------------------------------------------------------------
+
+
+class GenerationPrepared(msgspec.Struct, frozen=True):
+    """Phase one of a generation is done here. What is sent now arrives before the node's Prepared, and so before the
+    coordinator starts that generation. Running workers that regroup are not prepared: WorkersRegrouped follows."""
+
+    assign: Assign
+
+
+class WorkersStarted(msgspec.Struct, frozen=True):
+    """The workers of a generation are to start: they are ordered next."""
+
+    assign: Assign
+    start: Start
+
+
+class WorkersRegrouped(msgspec.Struct, frozen=True):
+    """The running workers were ordered to go on in this generation."""
+
+    assign: Assign
+    start: Start
+
+
+class WorkersGone(msgspec.Struct, frozen=True):
+    """No worker is alive any more."""
+
+
+class CoordinatorHosted(msgspec.Struct, frozen=True):
+    """The coordinator runs in this process. Reported with every link to it."""
+
+
+NodeHappened = GenerationPrepared | WorkersStarted | WorkersRegrouped | WorkersGone | CoordinatorHosted
+
+
+class SupervisorReplaced(msgspec.Struct, frozen=True):
+    """`Node.supervisor` is another one: the one before was killed, and all its processes with it."""
+
+
+# --- what it may do ---------------------------------------------------------------------------------------------------
+
+
+class NodeWorkers(Protocol):
+    """The workers of this node, as its extensions see them (runtime/worker_group.py)."""
+
+    @property
+    def supervisor(self) -> SupervisorClient: ...
+
+    def workers(self, generation: int) -> RunningGeneration | None: ...
+
+    def progress(self) -> tuple[RankProgress, ...]: ...
+
+    async def samples(self) -> tuple[RankSample, ...]: ...
+
+
 class Node:
     """This node, as its extensions see it."""
 
     def __init__(
         self,
         machine: Agent,
-        job: JobSpec,
+        options: RunOptions,
         node: NodeSpec,
         folder: Path | None,
-        tasks: asyncio.TaskGroup,
-        write: Callable[..., None],
-        fault: Callable[[str, Exception], None],
+        journal: Journal,
+        say: Callable[..., None],
         feed: Callable[[Event], None],
-        *,
-        workers: Callable[[int], RunningGeneration | None],
-        progress: Callable[[], tuple[RankProgress, ...]],
-        samples: Callable[[], Awaitable[tuple[RankSample, ...]]],
+        workers: Callable[[], NodeWorkers | None],
+        job_view: Callable[[], JobView | None],
     ) -> None:
-        """`feed` hands an event to the agent's machine; `workers`, `progress` and `samples` read its workers."""
+        """`feed` hands an event to the agent's machine. `workers` returns those of this node; None: the job has
+        not begun."""
         self._machine = machine
-        self._job = job
         self._node = node
-        self._tasks = tasks
-        self._fault = fault
         self._feed = feed
-        self._progress = progress
+        self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         self._open: set[asyncio.Task[None]] = set()
+        self.options = options
+        """The options of the job on this node."""
         self.folder = folder
         """The run folder; None: there are no files."""
-        self.write = write
+        self.write = journal.write
         """Writes an event to the journal: `write("profile", rank=3)`."""
-        self.workers = workers
-        """The workers of this generation; None: it does not run here."""
-        self.samples = samples
-        """Samples the stacks of all workers."""
+        self.fault = journal.fault
+        """Writes an exception to the journal that ends nothing, with the name of what has failed."""
+        self.listen = journal.listen
+        """Calls a function with the name and the fields of each event of the journal from now on, until its end."""
+        self.say = say
+        """Shows users a line on the console."""
+        self.job_view = job_view
+        """The coordinator's view of the job; None: the coordinator does not run in this process."""
 
     @property
     def host(self) -> str:
@@ -85,7 +147,7 @@ class Node:
 
     @property
     def run_id(self) -> str:
-        return self._job.run_id
+        return self.options.job.run_id
 
     @property
     def place(self) -> Assign | None:
@@ -93,10 +155,35 @@ class Node:
         current = self._machine.current
         return current.assign if current is not None else None
 
+    @property
+    def supervisor(self) -> SupervisorClient:
+        """The parent of the workers, and of the processes that an extension starts (supervisor/service_process.py).
+        Another one takes its place when it is killed: SupervisorReplaced."""
+        return self._group.supervisor
+
+    def workers(self, generation: int) -> RunningGeneration | None:
+        """The workers of this generation; None: it does not run here."""
+        return self._group.workers(generation)
+
+    def progress(self) -> tuple[RankProgress, ...]:
+        """The progress of this node's workers; empty while there are none."""
+        workers = self._workers()
+        return workers.progress() if workers is not None else ()
+
+    async def samples(self) -> tuple[RankSample, ...]:
+        """Sample the stacks of all workers."""
+        return await self._group.samples()
+
+    @property
+    def _group(self) -> NodeWorkers:
+        workers = self._workers()
+        assert workers is not None
+        return workers
+
     def start(self, extension: str, work: Coroutine[Any, Any, None]) -> None:
         """Run this beside the agent. It is cancelled when the agent ends; its error goes to the journal, as a fault of
         this extension."""
-        task = self._tasks.create_task(self._guarded(extension, work))
+        task = self._loop.create_task(self._guarded(extension, work))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
@@ -104,7 +191,7 @@ class Node:
         try:
             await work
         except Exception as error:  # noqa: BLE001 - what an extension does ends no job
-            self._fault(extension, error)
+            self.fault(extension, error)
 
     def quit(self, *, drain: bool, by: str) -> None:
         """End this node's part of the job, as a signal would."""
@@ -123,11 +210,11 @@ class Node:
             ranks=self._ranks(place) if place is not None else (),
         )
         return JobView(
-            run_id=self._job.run_id,
+            run_id=self.run_id,
             phase=machine.work.value,
             generation=place.generation if place is not None else 0,
             restarts=place.restart_count if place is not None else 0,
-            restarts_max=self._job.max_restarts,
+            restarts_max=self.options.job.max_restarts,
             world_size=place.world_size if place is not None else 0,
             since_s=0.0,
             job_s=self._loop.time() - self._began_s,
@@ -149,7 +236,7 @@ class Node:
                 pid=each.pid,
                 counts_job=each.job_step > 0,
             )
-            for each in self._progress()
+            for each in self.progress()
             if takes_part(place, each.local_rank)
         )
 
@@ -171,6 +258,9 @@ def rank_in(place: Assign, local_rank: int) -> int:
     return place.rank_base + place.place(local_rank)
 
 
+# --- the extension ----------------------------------------------------------------------------------------------------
+
+
 class NodeExtension:
     """An extension's half on one node. A subclass overrides the methods that it needs."""
 
@@ -188,15 +278,23 @@ class NodeExtension:
         """This node's own answer, as JSON, when the coordinator does not answer. None: it cannot answer alone."""
         return None
 
-    def started(self, generation: int, interval_s: float) -> None:
-        """The workers of this generation were ordered to start, or to go on. Regular reports should come at most once
-        in `interval_s`, which grows with the job."""
+    def happened(self, event: NodeHappened) -> None:
+        """Handle what has become of the workers here."""
 
-    def gone(self) -> None:
-        """No worker is alive any more."""
+    def environment(self, generation: int, local_rank: int) -> Mapping[str, str]:  # noqa: ARG002
+        """Variables for the environment of this worker, which is about to start, or to go on in this generation."""
+        return {}
 
-    async def close(self) -> None:
-        """The agent ends. The tasks that were started by `Node.start` are cancelled before."""
+    def supervisor(self, event: SupervisorEvent | SupervisorReplaced) -> None:
+        """Handle an event of the supervisor: of any process below it, also of workers and of other extensions."""
+
+    async def close(self, outcome: Outcome | None) -> None:
+        """End the processes of this extension: the job is over here, and the supervisor ends next. The tasks that were
+        started by `Node.start` are cancelled before. `outcome` None: a fault of ours ends this agent."""
+
+    async def reported(self) -> None:
+        """Let go of the rest: the end of the job is in the journal and in verdict.json. The last screen waits for this,
+        so it needs a limit of time."""
 
 
 class NodeHalf(Protocol):
@@ -208,9 +306,9 @@ class NodeHalf(Protocol):
     @property
     def questions(self) -> tuple[str, ...]: ...
 
-    @property
-    def follows(self) -> bool:
-        """It is made with the agent. Other extensions are made, and imported, with their first message or question."""
+    def begins(self, options: RunOptions) -> bool:
+        """Whether it is made with the agent of a job with these options. Others are made, and imported, with their
+        first message or question."""
 
     def node(self, node: Node, send: Send) -> NodeExtension | None: ...
 
@@ -238,9 +336,19 @@ class NodeExtensions:
         self._made: dict[str, NodeExtension | None] = {}
         """The halves on this node that were made, by name; None: the extension has none, or its making failed."""
         self._decoders: dict[str, msgspec.msgpack.Decoder[object]] = {}
+
+    def begin(self, options: RunOptions) -> None:
+        """Make those that have something to do from the start. Raises the HoldfastError of one that cannot do what the
+        options ask for: this agent must not start then. Call `reported` in any case."""
         for name, each in self._registered.items():
-            if each.follows:
-                self._one(name)
+            if each.begins(options) and name not in self._made:
+                self._made[name] = None
+                try:
+                    self._make(name)
+                except HoldfastError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - as in _guarded
+                    self._fault(name, error)
 
     def heard(self, message: Extended) -> None:
         """Pass a message to its extension; ignore it if this agent does not have the extension. Raises ProtocolError if
@@ -264,24 +372,32 @@ class NodeExtensions:
             self._fault(name, error)
             return None
 
-    def started(self, generation: int, interval_s: float) -> None:
-        for name, each in self._made.items():
-            if each is not None:
-                self._guarded(name, lambda each=each: each.started(generation, interval_s))  # type: ignore[misc]
+    def happened(self, event: NodeHappened) -> None:
+        for name, each in self._there():
+            self._guarded(name, partial(each.happened, event))
 
-    def gone(self) -> None:
-        for name, each in self._made.items():
-            if each is not None:
-                self._guarded(name, each.gone)
+    def environment(self, generation: int, local_rank: int) -> dict[str, str]:
+        """The variables that all extensions have for this worker."""
+        variables: dict[str, str] = {}
+        for name, each in self._there():
+            self._guarded(name, lambda each=each: variables.update(each.environment(generation, local_rank)))  # type: ignore[misc]
+        return variables
 
-    async def close(self) -> None:
+    def supervisor(self, event: SupervisorEvent | SupervisorReplaced) -> None:
+        for name, each in self._there():
+            self._guarded(name, partial(each.supervisor, event))
+
+    async def close(self, outcome: Outcome | None) -> None:
         await self._node.close()
-        for name, each in self._made.items():
-            try:
-                if each is not None:
-                    await each.close()
-            except Exception as error:  # noqa: BLE001 - as in _guarded
-                self._fault(name, error)
+        for name, each in self._there():
+            await self._awaited(name, each.close(outcome))
+
+    async def reported(self) -> None:
+        for name, each in self._there():
+            await self._awaited(name, each.reported())
+
+    def _there(self) -> list[tuple[str, NodeExtension]]:
+        return [(name, each) for name, each in self._made.items() if each is not None]
 
     def _one(self, name: str) -> NodeExtension | None:
         """The extension of this name, which is made if needed; None: it has no half on a node, or its making failed."""
@@ -301,4 +417,10 @@ class NodeExtensions:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - an extension may be anybody's
+            self._fault(name, error)
+
+    async def _awaited(self, name: str, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except Exception as error:  # noqa: BLE001 - as in _guarded
             self._fault(name, error)

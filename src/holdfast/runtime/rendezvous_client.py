@@ -14,7 +14,6 @@ from holdfast.agent.events import Dialed, DialFailed
 from holdfast.authority.sole import Sole
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.ending import Judge
-from holdfast.coordinator.monitor import cannot_tell
 from holdfast.journal import Journal
 from holdfast.protocol.errors import (
     EtcdError,
@@ -30,7 +29,6 @@ from holdfast.protocol.errors import (
 from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.policy import NodeSpec
-from holdfast.protocol.rank_progress import Examine
 from holdfast.runtime.coordinator_service import CoordinatorLink, CoordinatorService
 
 if TYPE_CHECKING:
@@ -53,11 +51,9 @@ class RendezvousClient:
         judge: Judge,
         journal: Journal,
         say: Callable[[str], None],
-        examine: Examine = cannot_tell,
         extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         self._options = options
-        self._examine = examine
         self._extensions = extensions
         self._judge = judge
         self._journal = journal
@@ -141,7 +137,7 @@ class RendezvousClient:
             election = election_for(self._options)
             assert election is not None
             self._elected = ElectedClient(
-                self._options, election, self._judge, self._journal, self._say, self._examine, self._extensions
+                self._options, election, self._judge, self._journal, self._say, self._extensions
             )
         return await self._elected.connect(node)
 
@@ -149,9 +145,7 @@ class RendezvousClient:
         if self._succeeding is None:
             from holdfast.runtime.succession import SuccessionClient
 
-            self._succeeding = SuccessionClient(
-                self._options, self._judge, self._journal, self._say, self._examine, self._extensions
-            )
+            self._succeeding = SuccessionClient(self._options, self._judge, self._journal, self._say, self._extensions)
         return await self._succeeding.connect(node)
 
     async def _host(self, place: Claim | None) -> None:
@@ -165,7 +159,6 @@ class RendezvousClient:
             now,
             Sole(options.limits, now),
             fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
-            examine=self._examine,
             extensions=self._extensions,
         )
         service = CoordinatorService(machine, self._journal, self._say)

@@ -42,7 +42,6 @@ from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
-from holdfast.protocol.rank_progress import Examine
 from holdfast.rendezvous.bind import Claim, claim_endpoint, open_port
 from holdfast.runtime.connection import Connection, dial, dial_agent, nobody_listens, seen_from_here
 from holdfast.runtime.coordinator_service import CoordinatorLink
@@ -79,14 +78,12 @@ class SuccessionClient:
         judge: Judge,
         journal: Journal,
         say: Callable[[str], None],
-        examine: Examine,
         extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         self._options = options
         self._judge = judge
         self._journal = journal
         self._say = say
-        self._examine = examine
         self._extensions = extensions
         self._loop = asyncio.get_running_loop()
         self._errands = Errands()
@@ -376,9 +373,7 @@ class SuccessionClient:
         others = [each for each in (options.endpoint, *options.more_endpoints) if each not in self._bound]
         now, places = self._loop.time(), [(each.host, each.port) for each in others]
         voters = Voters(options.limits, now, node, succession, places=places)
-        machine = Coordinator(
-            options.job, options.limits, self._judge, now, voters, examine=self._examine, extensions=self._extensions
-        )
+        machine = Coordinator(options.job, options.limits, self._judge, now, voters, extensions=self._extensions)
         service = self.service = ReplicatedService(machine, voters, self._journal, self._say, self)
         self._reception.connected = service.connected
         self._reception.leading = lambda accepted: structs.replace(

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from pathlib import Path
 
-from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
+from holdfast.agent.events import Event, WorkersProgress
 from holdfast.protocol import board_layout as layout
 from holdfast.protocol.messages import Start
 from holdfast.protocol.policy import COUNT_MAX
@@ -405,8 +404,6 @@ class ProgressNotes:
 
 Report = Callable[[int], WorkersProgress]
 """Reads the progress of a generation, given by its number."""
-REACH_S_MAX = 3.0
-"""Limit for the test connection to the generation's store."""
 
 
 class Observer:
@@ -417,7 +414,6 @@ class Observer:
         tasks: asyncio.TaskGroup,
         emit: Callable[[Event], None],
         *,
-        host: str,
         folder: Path | None,
         fault: Callable[[str, Exception], None],
     ) -> None:
@@ -426,11 +422,9 @@ class Observer:
         self._fault = fault
         self._tasks = tasks
         self._emit = emit
-        self._host = host
         self._folder = folder
         self._generation = 0
         self._stack_sampler: StackSampler | None = None
-        self._store = ("", 0)
         self._timer: Repeat | None = None
 
     def start(self, start: Start, board: Board, rank_of: Callable[[int], int], progress: Report) -> None:
@@ -451,7 +445,6 @@ class Observer:
 
     def _begin(self, start: Start, progress: Report) -> None:
         self._generation = start.generation
-        self._store = (start.master_addr, start.master_port)
 
         def report() -> None:
             self._emit(progress(start.generation))
@@ -471,15 +464,6 @@ class Observer:
         if self._stack_sampler is not None:
             await self._stack_sampler.close()
 
-    def look(self, generation: int, number: int, pids: Mapping[int, int], *, store: bool) -> None:
-        """Sample each of these workers (local rank -> pid), and try to reach the store if asked. Answers with
-        WorkersSeen."""
-        self._tasks.create_task(self._look(generation, number, pids, store=store))
-
-    async def _look(self, generation: int, number: int, pids: Mapping[int, int], *, store: bool) -> None:
-        samples, reach = await asyncio.gather(self.samples(generation, pids), self._reach(store))
-        self._emit(WorkersSeen(generation, number, samples, reach))
-
     async def samples(self, generation: int, pids: Mapping[int, int]) -> tuple[RankSample, ...]:
         """One sample of each of these workers; none when the generation is over."""
         if self._stack_sampler is None or generation != self._generation:
@@ -491,26 +475,3 @@ class Observer:
         except Exception as error:  # noqa: BLE001 - no thread left, or a fault of ours: an observer must not end a job
             self._fault("look", error)
             return ()
-
-    async def _reach(self, wanted: bool) -> tuple[str, ...]:
-        """The problems with the connection to the store, in words."""
-        if not wanted:
-            return ()
-        address, port = self._store
-        try:
-            async with asyncio.timeout(REACH_S_MAX):
-                _, writer = await asyncio.open_connection(address, port)
-        except TimeoutError:
-            problem = "timed out"
-        except socket.gaierror as error:
-            problem = f"the name is not known here ({error.strerror})"
-        except UnicodeError:
-            problem = "that is no name of a host"
-        except OSError as error:
-            problem = (
-                "connection refused" if isinstance(error, ConnectionRefusedError) else str(error.strerror or error)
-            )
-        else:
-            writer.close()
-            return ()
-        return (f"{self._host} cannot reach {address}:{port}: {problem}",)

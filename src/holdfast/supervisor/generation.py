@@ -327,6 +327,11 @@ class RunningGeneration:
 
     # ---------------------------------------------------------------- observing workers
 
+    @property
+    def master(self) -> tuple[str, int]:
+        """MASTER_ADDR and MASTER_PORT of these workers."""
+        return self._start.master_addr, self._start.master_port
+
     def pids(self) -> dict[int, int]:
         """The processes of the workers that take part, by local rank."""
         return {rank: pid for rank, pid in self._living().items() if pid and rank in self._taking_part}

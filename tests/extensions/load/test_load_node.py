@@ -13,10 +13,14 @@ import pytest
 
 from holdfast.extensions.load.messages import SHOWN_MAX, NodeLoad
 from holdfast.extensions.load.node import EVERY, FIRST, Machine, OnNode
+from holdfast.protocol.messages import Start
+from holdfast.runtime.node_extension import WorkersGone, WorkersStarted
 from tests.support.limits import limit_s, settled
 
 LOAD = NodeLoad(64, 37, 1, 2, 3, 4, 5, 6)
 INTERVAL_S = 0.01
+PLACE: Any = None
+START = Start(1, "localhost", 1, progress_interval_s=INTERVAL_S)
 
 
 class MadeUpMachine(Machine):
@@ -46,11 +50,11 @@ async def test_it_is_sent_again_and_again_until_the_workers_are_gone() -> None:
     reading = Reading(machine)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    reading.half.started(1, INTERVAL_S)
+    reading.half.happened(WorkersStarted(PLACE, START))
     await settled(lambda: len(reading.sent) >= 2)
     assert loop.time() - began_s >= (FIRST + EVERY) * INTERVAL_S
     assert [msgspec.structs.replace(load, lag_ms=0) for load in reading.sent[:2]] == [LOAD, LOAD]
-    reading.half.gone()
+    reading.half.happened(WorkersGone())
     await settled(lambda: not any(each.name == "holdfast-load" for each in threading.enumerate()))
     asked = machine.asked
     await asyncio.sleep(2 * EVERY * INTERVAL_S)
@@ -60,22 +64,22 @@ async def test_it_is_sent_again_and_again_until_the_workers_are_gone() -> None:
 async def test_a_driver_that_hangs_costs_one_thread_and_the_figures_alone() -> None:
     machine = MadeUpMachine(threading.Event())
     reading = Reading(machine)
-    reading.half.started(1, INTERVAL_S)
+    reading.half.happened(WorkersStarted(PLACE, START))
     await settled(lambda: machine.asked == 1)
     await asyncio.sleep(2 * EVERY * INTERVAL_S)
     assert (machine.asked, reading.sent) == (1, [])
     machine.may.set()
     await settled(lambda: bool(reading.sent))
-    await reading.half.close()
+    await reading.half.close(None)
     await settled(lambda: not any(each.name == "holdfast-load" for each in threading.enumerate()))
 
 
 async def test_a_node_whose_load_nobody_is_shown_reads_none() -> None:
     machine = MadeUpMachine(threading.Event())
     reading = Reading(machine, SHOWN_MAX)
-    reading.half.started(1, INTERVAL_S)
+    reading.half.happened(WorkersStarted(PLACE, START))
     await asyncio.sleep(2 * EVERY * INTERVAL_S)
-    await reading.half.close()
+    await reading.half.close(None)
     assert machine.asked == 0
 
 
@@ -88,9 +92,9 @@ async def test_without_room_for_a_thread_the_figures_are_missing(monkeypatch: py
 
     reading = Reading(MadeUpMachine(threading.Event()))
     monkeypatch.setattr(threading.Thread, "start", no_room)
-    reading.half.started(1, INTERVAL_S)
+    reading.half.happened(WorkersStarted(PLACE, START))
     await asyncio.wait_for(tried.wait(), limit_s(10))
-    await reading.half.close()
+    await reading.half.close(None)
     assert reading.sent == []
 
 

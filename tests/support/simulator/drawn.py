@@ -12,6 +12,7 @@ from msgspec import structs
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.agent.local_generation import Work
+from holdfast.extensions.hangs.messages import Look, Looked
 from holdfast.protocol.messages import Answer, Assign, Extended
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import NodeSpec
@@ -152,9 +153,6 @@ class DrawnAgent(SimAgent):
                 self._hold(generation)
             case do.ReleaseWorkers(generation, safe_point, save):
                 self._release(generation, safe_point, save=save)
-            case do.LookAtWorkers(generation, number):
-                delay_s = self.cluster.random.choice([0.01, 0.01, 0.01, 0.5, 0.5, 1.5, 1.5, 7.0])
-                self.cluster.agenda.after(delay_s, lambda: self._looked(generation, number))
             case do.KillTree(generation):
                 self.cluster.agenda.after(0.01, lambda: self._kill_tree(generation))
 
@@ -255,7 +253,11 @@ class DrawnAgent(SimAgent):
         self.handle(ev.WorkersProgress(self.generation, ranks))
         self.cluster.agenda.after(PROGRESS_S, lambda: self._tell_progress(world))
 
-    def _looked(self, generation: int, number: int) -> None:
+    def look(self, look: Look) -> None:
+        delay_s = self.cluster.random.choice([0.01, 0.01, 0.01, 0.5, 0.5, 1.5, 1.5, 7.0])
+        self.cluster.agenda.after(delay_s, lambda: self._looked(look))
+
+    def _looked(self, look: Look) -> None:
         stall, now = self._stall, self.cluster.clock.now
         still = stall is not None and stall.since_s <= now < stall.until_s and stall.culprit is not None
         samples = []
@@ -263,7 +265,7 @@ class DrawnAgent(SimAgent):
             function = "sleep" if stall is not None and stall.culprit == (self.host, local_rank) else WAITING
             frame = Frame("train.py", 1 if still else self.cluster.events, function)
             samples.append(RankSample(local_rank, 1, "S", 0.0, (frame,)))
-        self.handle(ev.WorkersSeen(generation, number, tuple(samples)))
+        self.handle(Looked(look.generation, look.number, tuple(samples)))
 
     # Pretend workers that ask for safe points reach one every STEP_S; each is a little out of step with the others.
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.agent.agent import Agent
@@ -20,14 +22,15 @@ from holdfast.coordinator import coordinator_commands as cdo
 from holdfast.coordinator import coordinator_events as cevents
 from holdfast.coordinator.authority import Authority
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.extension_list import EXTENSIONS
+from holdfast.extensions.hangs.messages import Look, Looked
+from holdfast.protocol.codec import encode_extended
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import Answer, Assign, Extended
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from tests.support.simulator.checkers import BrokenPromiseError
 from tests.support.simulator.network import FakeEnd, FakeNetwork
-from tests.support.simulator.stalls import simple_examine
+from tests.support.simulator.stalls import SIMULATED
 
 STANDSTILL_EVENTS_MAX = 10_000
 """So many events at one instant of virtual time: somebody asks for a Tick again and again."""
@@ -109,8 +112,7 @@ class World:
             simple_judge,
             self.clock.now,
             authority,
-            examine=simple_examine,
-            extensions=EXTENSIONS,
+            extensions=SIMULATED,
         )
 
     def claim(self, host: str) -> None:
@@ -329,7 +331,12 @@ class SimAgent(Shell):
             self.answered(message)
             return
         if isinstance(message, Extended):
-            self.extended(message)
+            if message.extension == "hangs":
+                look = msgspec.msgpack.decode(message.body, type=Look)
+                self.world.trace(self.host, look)
+                self.handle(look)
+            else:
+                self.extended(message)
             return
         self.world.trace(self.host, message)
         self.handle(ev.Received(message))  # type: ignore[arg-type]
@@ -343,7 +350,35 @@ class SimAgent(Shell):
         """The coordinator has answered a question of a command on this node."""
 
     def extended(self, message: Extended) -> None:
-        """A message for the half of an extension on this node. None is here."""
+        """A message for the half of another extension than hangs on this node. None is here."""
+
+    # ---------------------------------------------------------------- the extension for hangs
+
+    def handle(self, event: Any) -> None:
+        if self._unhandled is not None or not isinstance(event, Look | Looked):
+            super().handle(event)
+        elif not self.alive:
+            pass
+        elif isinstance(event, Looked):
+            self._send_looked(event)
+        elif self._has_workers_of(event.generation):
+            self.look(event)
+        else:
+            self._send_looked(Looked(event.generation, event.number))
+
+    def _has_workers_of(self, generation: int) -> bool:
+        current = self.machine.current
+        at_work = self.machine.work in (Work.RUNNING, Work.DRAINING, Work.REGROUPING)
+        return at_work and current.generation == generation and not current.all_ended
+
+    def look(self, look: Look) -> None:
+        """Sample the pretend workers. Ends in a Looked that is handled."""
+        raise NotImplementedError
+
+    def _send_looked(self, looked: Looked) -> None:
+        if self._end is not None:
+            self.world.trace(self.host, looked)
+            self._end.send(Extended("hangs", encode_extended(looked)))
 
     # ---------------------------------------------------------------- pretend workers
 

@@ -40,6 +40,7 @@ from holdfast.agent import commands as do
 from holdfast.agent.events import Signalled, StoreDied
 from holdfast.coordinator import coordinator_commands as cdo
 from holdfast.coordinator.world import Phase
+from holdfast.extensions.hangs.messages import Look, Looked
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Note
@@ -225,6 +226,12 @@ def _describe(who: str, what: object) -> str:
             return f"coordinator: drops a link: {reason}"
         case do.Send(message):
             return f"{who} > {text}" if (text := _message(message)) else ""
+        case Look(generation, number, store):
+            return f"{who} < look {generation} #{number}" + " and try the store" * store
+        case Looked(generation, number, samples, reach):
+            places = " ".join(sample.frames[0].function for sample in samples)
+            about = f"{places or 'nobody'}" + "".join(f"; {text}" for text in reach)
+            return f"{who} > looked {generation} #{number}: {about}"
         case do.StartWorkers(assign):
             return f"{who}: starts workers of {_place(assign)}"
         case do.RegroupWorkers(assign, safe_point):
@@ -238,8 +245,6 @@ def _describe(who: str, what: object) -> str:
             return f"{who}: {signal.Signals(signum).name} to the workers"
         case Note(event, fields) if event.startswith(("hang", "straggler", "look")):
             return f"coordinator: {event} {' '.join(f'{name}={fields[name]}' for name in TOLD if name in fields)}"
-        case do.LookAtWorkers():
-            return ""
         case do.HoldWorkers():
             return f"{who}: holds the workers"
         case do.ReleaseWorkers(_, safe_point):
@@ -292,9 +297,6 @@ def _from_agent(message: object) -> str:
             return f"replacement failed {generation} {_ranks(failure.local_rank for failure in failures)}"
         case msg.CannotRegroup(generation, text):
             return f"cannot regroup {generation}: {text}"
-        case msg.Looked(generation, number, samples, reach):
-            places = " ".join(sample.frames[0].function for sample in samples)
-            return f"looked {generation} #{number}: {places or 'nobody'}" + "".join(f"; {text}" for text in reach)
     return ""
 
 
@@ -304,8 +306,6 @@ def _from_coordinator(message: object) -> str:
             return f"drain {generation}: {text}"
         case msg.DrainTo(generation, safe_point):
             return f"drain {generation} to {safe_point}"
-        case msg.Look(generation, number, store):
-            return f"look {generation} #{number}" + " and try the store" * store
         case msg.Notice(text):
             return f"notice: {text.splitlines()[0]}"
         case msg.Quit(drain, by):

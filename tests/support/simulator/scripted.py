@@ -14,6 +14,7 @@ from msgspec import structs
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.coordinator import coordinator_events as cevents
+from holdfast.extensions.hangs.messages import Look, Looked
 from holdfast.protocol.messages import Ask, Assign
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
@@ -73,14 +74,15 @@ class ScriptedAgent(SimAgent):
                 self.world.agenda.after(pause_s, lambda: self.handle(ev.WorkersHeld(generation, self.reached)))
             case do.ReleaseWorkers(_, safe_point):
                 self.safe_point, self._held = safe_point, 0
-            case do.LookAtWorkers(generation, number, store):
-                seen = ev.WorkersSeen(generation, number, self._samples(), self.reach if store else ())
-                self._soon(lambda: self.handle(seen))
             case do.SignalWorkers(signum):
                 if not self.stubborn:
                     self._soon(lambda: self.all_workers_end(-signum))
             case do.KillTree(generation):
                 self._soon(lambda: self._kill_tree(generation))
+
+    def look(self, look: Look) -> None:
+        looked = Looked(look.generation, look.number, self._samples(), self.reach if look.store else ())
+        self._soon(lambda: self.handle(looked))
 
     def _soon(self, action: Callable[[], None]) -> None:
         self.world.agenda.after(0.0, action)

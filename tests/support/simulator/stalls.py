@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.protocol.rank_progress import Finding, HangKind, RankStory
+from holdfast.extension_list import EXTENSIONS, Extension
+from holdfast.extensions.hangs.coordinator import AtCoordinator
+from holdfast.protocol.extension import Job
+from holdfast.protocol.rank_progress import Examine, Finding, HangKind, RankStory
 
 WAITING = "all_reduce"
 """The function in which pretend workers wait for their peers."""
@@ -25,6 +28,25 @@ def simple_examine(stories: Sequence[RankStory]) -> Finding:
         return Finding(kind=HangKind.STUCK, code="HF241", text=f"all wait in {WAITING}", signature=signature)
     text = f"rank {others[0]} is in {where[others[0]]}; {len(where) - len(others)} others wait in {WAITING}"
     return Finding(kind=HangKind.HUNG, code="HF240", text=text, culprits=others, signature=signature)
+
+
+class _ExaminedHangs(Extension):
+    """The extension for hangs, with another examination."""
+
+    def __init__(self, examine: Examine) -> None:
+        super().__init__("hangs", follows=True)
+        self._examine = examine
+
+    def coordinator(self, job: Job) -> AtCoordinator:
+        return AtCoordinator(job, self._examine)
+
+
+def examined_by(examine: Examine) -> tuple[Extension, ...]:
+    """All extensions, with this examination of hangs."""
+    return tuple(_ExaminedHangs(examine) if each.name == "hangs" else each for each in EXTENSIONS)
+
+
+SIMULATED = examined_by(simple_examine)
 
 
 @dataclass(frozen=True)

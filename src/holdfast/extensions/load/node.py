@@ -18,8 +18,17 @@ from typing import Any
 import msgspec
 
 from holdfast.extensions.load.messages import SHOWN_MAX, GpuLoad, NodeLoad
+from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import ITEMS_MAX
-from holdfast.runtime.node_extension import Node, NodeExtension, Send
+from holdfast.runtime.node_extension import (
+    Node,
+    NodeExtension,
+    NodeHappened,
+    Send,
+    WorkersGone,
+    WorkersRegrouped,
+    WorkersStarted,
+)
 from holdfast.supervisor.board import Repeat
 
 EVERY = 10
@@ -43,17 +52,22 @@ class OnNode(NodeExtension):
         self._reading = False
         self._timer: Repeat | None = None
 
-    def started(self, _generation: int, interval_s: float) -> None:
-        self.gone()
-        self._timer = Repeat(self._begin, FIRST * interval_s, inf, EVERY * interval_s)
+    def happened(self, event: NodeHappened) -> None:
+        match event:
+            case WorkersStarted(_, start) | WorkersRegrouped(_, start):
+                self._stop()
+                interval_s = start.progress_interval_s
+                self._timer = Repeat(self._begin, FIRST * interval_s, inf, EVERY * interval_s)
+            case WorkersGone():
+                self._stop()
 
-    def gone(self) -> None:
+    async def close(self, outcome: Outcome | None) -> None:  # noqa: ARG002
+        self._stop()
+
+    def _stop(self) -> None:
         if self._timer is not None:
             self._timer.stop()
             self._timer = None
-
-    async def close(self) -> None:
-        self.gone()
 
     def _begin(self) -> None:
         place = self.node.place

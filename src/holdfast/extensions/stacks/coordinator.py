@@ -1,6 +1,6 @@
 """Collects the stacks of all ranks for a user. Pure.
 
-The samples for the detection of hangs are another thing (`coordinator.monitor`): they end generations.
+The samples for the detection of hangs are another thing (`extensions/hangs`): they may end a generation.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from holdfast.extensions.stacks.messages import Samples, TakeSamples, body_of, view_of
-from holdfast.protocol.codec import TEXT_CHARS_CUTS, cut_sample
-from holdfast.protocol.errors import ProtocolError
+from holdfast.protocol.codec import send_samples
 from holdfast.runtime.node_extension import NodeExtension, Question, rank_in, takes_part
 
 
@@ -15,16 +16,7 @@ class OnNode(NodeExtension):
         self.node.start("stacks", self._sample(message.number))
 
     async def _sample(self, number: int) -> None:
-        samples = await self.node.samples()
-        for chars_max in (None, *TEXT_CHARS_CUTS):  # very many stacks lose their outer frames
-            if chars_max is not None:
-                samples = tuple(cut_sample(each, chars_max) for each in samples)
-            try:
-                self.send(Samples(number, samples))
-            except ProtocolError:
-                continue
-            return
-        self.send(Samples(number))
+        send_samples(self.send, partial(Samples, number), await self.node.samples())
 
     async def asked(self, _question: Question) -> bytes:
         place = self.node.place

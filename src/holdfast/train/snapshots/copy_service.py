@@ -9,10 +9,10 @@ A new life of the job brings a new key. It ends all connections of the life befo
 may still need what it fetches.
 
 **Prefetch.** A node without states fetches them while its workers start, so that they resume at once. The coordinator
-reports to the agent which savers have the states of its ranks (protocol/policy.py: HeldStates). The agent makes the
-folder `PREFETCH` below its shared-memory folder, starts its workers, and orders its saver to fetch the newest state of
-each rank. While that folder exists, a worker that opens its slots asks the saver, and waits: to fetch the rest of a
-state takes less time than to begin again. A state that arrived whole is then that worker's own slot. Otherwise the
+reports to the agent which savers have the states of its ranks (HeldStates in extensions/saver/messages.py). The agent
+makes the folder `PREFETCH` below its shared-memory folder, starts its workers, and orders its saver to fetch the newest
+state of each rank. While that folder exists, a worker that opens its slots asks the saver, and waits: to fetch the rest
+of a state takes less time than to begin again. A state that arrived whole is then that worker's own slot. Otherwise the
 worker fetches the state on which the ranks agree; therefore an error of a prefetch is not reported.
 
 Standard library only."""

@@ -1,0 +1,1 @@
+"""Reports a job's turns to people (--notify)."""

@@ -1,0 +1,1 @@
+"""Stragglers: ranks and nodes that slow down the others at every step."""

@@ -1,0 +1,1 @@
+"""torchelastic's events as JSON lines (--event-log-handler console)."""
