@@ -84,6 +84,7 @@ class Extensions:
     def runs(self, generation: int) -> None:
         """This generation runs now; 0: none does."""
         before, self._running = self._running, generation
+        # A save ends with its generation: nobody would report what has become of it.
         if before and before != generation:
             self._saving = ""
             self._happened.append((Ended(before), ""))
@@ -143,6 +144,7 @@ class Extensions:
         for event, to in happened:
             for name in [to] if to else list(self._made):
                 self._order(name, lambda extension, event=event: extension.happened(now, event))  # type: ignore[misc]
+        # An extension may be made while others are called.
         for name in list(self._made):
             if now >= self._due_s(name):
                 self._order(name, lambda extension: extension.due(now))
@@ -200,6 +202,7 @@ class Extensions:
                     self._out.append(Tell(self._members[member].link, Extended(name, codec.encode_extended(message))))
                 case ToNode():
                     pass  # that node was lost meanwhile
+                # A safe point serves one save: its end could not be told from that of another.
                 case SaveAtSafePoint() if self._saving:
                     self._happened.append((SafePointRefused("another save is being agreed"), name))
                 case SaveAtSafePoint():
