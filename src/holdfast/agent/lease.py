@@ -46,6 +46,7 @@ class Lease:
         self.lease_s = lease_s
         self.confirmed_s = confirmed_s
         self.ping_at_s = now + ping_interval_s
+        # An answer to a ping of the link before may come from another coordinator.
         self._open.clear()
 
     def hurry(self, now: float) -> None:
@@ -56,6 +57,7 @@ class Lease:
 
     def confirm(self, sent_s: float) -> None:
         """The coordinator has received a message that was sent at `sent_s`."""
+        # Answers of several kinds renew it, and not in the order in which the messages were sent.
         self.confirmed_s = max(self.confirmed_s, sent_s)
 
     def ping(self, now: float) -> int:
@@ -71,4 +73,6 @@ class Lease:
         """`age_s`: how old the coordinator's authority was when it answered."""
         sent_s = self._open.pop(number, None)
         if sent_s is not None:
+            # The coordinator's own right may be older than its answer
+            # (test_what_a_fence_counts_from_carries_the_age_of_its_authority).
             self.confirm(sent_s - age_s)

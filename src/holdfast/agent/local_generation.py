@@ -52,10 +52,13 @@ class LocalReplacements:
             case WorkerEnded(failure=failure):
                 self.living.discard(local_rank)
                 self.ready.discard(local_rank)
+                # It did not raise, so this is the first that is known of its end, which is a failure with any exit
+                # code (test_a_replacement_that_ends_with_0_has_failed).
                 if local_rank not in self.failing:
                     text = "it ended before it had a place"
                     early = Failure(rank=0, local_rank=local_rank, host=host, pid=0, exit_code=0, message=text)
                     self.failing[local_rank] = None if event.evidence_follows else failure or early
+        # Both are waited for: a process that has raised may live for seconds, and evidence is read beside.
         if local_rank in self.living or self.failing[local_rank] is None:
             return None
         return self.failing.pop(local_rank)

@@ -34,6 +34,7 @@ class Seeking:
         self.pause_s = min(2 * self.pause_s, self.limits.connect_retry_max_s)
 
     def connected(self) -> None:
+        # It answers now: an error of an earlier attempt explains nothing any more.
         self.error, self.pause_s = None, self.limits.connect_retry_s
 
     def progress(self, now: float) -> str:
@@ -58,6 +59,7 @@ class Seeking:
                 return Outcome(
                     kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict
                 )
+        # Nobody was ever reached: why the last attempt failed says most.
         elif self.error is not None:
             code, exit_code = self.error.code, self.error.exit_code
             text = f"{self.error.reason} (tried for {self.limits.join_s:g} s)"

@@ -137,6 +137,8 @@ class Charters:
         None: as before. They change only while the charter before counts. Returns whether anything has changed."""
         present = self.charter
         voters, before, elected = present.voters, present.before, self.elects
+        # Both majorities have it: those before are not asked any more
+        # (test_while_the_voters_change_both_majorities_are_needed).
         if self.counts and before:
             before = ()
         elif self.counts and seats is not None and seats != voters:
@@ -203,6 +205,7 @@ class Charters:
 
     def gone(self, name: str) -> None:
         """Its process has ended: it holds nothing and cannot vote any more."""
+        # With a link it lives, or it was started again under this name: an older proof is void.
         if name in self._voters and name not in self._links:
             self._gone.add(name)
             self._confirmed_s = None

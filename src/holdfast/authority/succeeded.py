@@ -49,6 +49,8 @@ class SucceededNodes:
             self.left.discard(charter.led_from.node.agent)
         one_machine = all(is_local(address) for address, _ in charter.listeners)
         for name, (address, port) in zip(charter.nodes, charter.listeners, strict=False):
+            # A loopback address means another machine there: no answer proves anything
+            # (test_an_address_that_means_another_machine_here_proves_nothing).
             if port and is_local(address) == one_machine:
                 self._listeners[name] = Seat(name, "", address, port)
         self._parts = tuple(zip(charter.nodes, charter.sizes, strict=False))

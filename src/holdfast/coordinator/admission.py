@@ -65,6 +65,8 @@ class Admission:
         if not stays and self._holders(join.node, members):
             self.claims[link] = (join, now)
             return None
+        # Never removed: what an agent sent before it was lost must not count for the one that comes back (scenario
+        # replaced_ghost).
         self.identities.add(join.node.member)
         return Admit(link, join, now)
 
@@ -85,6 +87,8 @@ class Admission:
                 return Admit(link, join, since_s)
             if any(holder.node.agent == join.node.agent for holder in holders):
                 continue  # its own earlier membership: messages of the old link may still arrive
+            # A holder that is leaving frees the place (test_a_holder_that_is_leaving_does_not_deny). What arrives
+            # just after the claim may have been sent by one that has died (test_last_words_of_a_holder_do_not_deny).
             if all(holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving for holder in holders):
                 del self.claims[link]
                 return Deny(link, join, self._taken(join.node, holders))
@@ -181,6 +185,7 @@ class Versions:
     def _text(self, what: str, mine: Mapping[str, str], node: NodeSpec) -> str:
         assert self.first is not None
         here, there = self.first.host, node.host
+        # Two agents on one machine.
         if here == there:
             here, there = self.first.member, node.member
         if what == SCRIPT:

@@ -73,6 +73,8 @@ class Budget:
         return self._count(signature, lived_s)
 
     def _count(self, signature: str, lived_s: float) -> Retry | GiveUp:
+        # A failure after a long life is no loop: it counts as a first one
+        # (test_a_healthy_generation_ends_the_streak).
         if lived_s >= self.limits.healthy_s:
             self.streak, self.identical = 0, 0
         self.streak += 1
@@ -80,6 +82,7 @@ class Budget:
         self.last_signature = signature
         if self.identical >= self.limits.identical_failures_max:
             return GiveUp(f"the same error {self.identical} times in a row, each within {self.limits.healthy_s:g} s")
+        # Only a loop is slowed down: the first failure of a row waits for nothing.
         if self.streak == 1:
             return Retry(0.0)
         return Retry(min(self.limits.backoff_first_s * 2 ** (self.streak - 2), self.limits.backoff_max_s))
@@ -114,7 +117,10 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
     | a worker failed, or all stood still     | again if the budget allows, else over             |
     """
     lived_s = world.lived_s(world.stop_began_s)
+    # A worker that ends because of the stop is a victim, whatever its exit status
+    # (test_75_of_a_worker_that_was_stopped_is_no_request).
     own = [failure for failure in incident.failures if not failure.after_stop]
+    # Before the budget: the worker asks the scheduler, whatever restarts are left (scenario requeue).
     if any(failure.exit_code == EXIT_REQUEUE for failure in own):
         text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"
         return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
@@ -124,12 +130,15 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
     decision: Retry | GiveUp = Retry(0.0)
     if not (incident.lost_nodes or world.free or incident.charged):
         if world.stop_reason is StopReason.STORE_LOST:
+            # Free, but counted: a store that dies at every start would restart the workers for ever
+            # (test_what_is_free_gives_up_as_well_if_it_never_changes).
             decision = budget.pause("the store host died", lived_s)
         elif own or world.stop_reason is StopReason.HUNG:
             shown = verdict.shown
             decision = budget.charge(shown.signature if shown else verdict.cause, lived_s)
     if isinstance(decision, Retry):
         return Again(decision.backoff_s, verdict)
+    # Once more: why no restart follows is known only now, and belongs to the verdict.
     verdict = judge(_evidence(world, incident, budget, decision.reason))
     verdict = structs.replace(verdict, hang=verdict.hang or world.stop_reason is StopReason.HUNG)
     return Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
@@ -158,8 +167,11 @@ def previous_end(verdict: Verdict, *, charged: bool, hung: bool) -> str:
         return "lost"
     if hung:
         return f"hung {culprit.step}"
+    # Somebody killed it: that is nothing against the state from which it trained
+    # (test_workers_that_are_killed_from_outside_are_no_poison).
     if culprit.exit_code in FROM_OUTSIDE and not culprit.out_of_memory:
         return "lost"
+    # Workers get it as an environment variable, which holds no NUL.
     text = culprit.message.partition("\n")[0] or f"exit code {culprit.exit_code}"
     return f"failed {culprit.step} {text[:END_CHARACTERS_MAX]}".replace("\0", "")
 
@@ -258,6 +270,7 @@ class Endings:
 
     def _excluded(self, now: float, world: World, incident: Incident, verdict: Verdict) -> tuple[Waiting, ...]:
         """Count the end of this generation against the host that caused it. Returns the hosts that are excluded now."""
+        # A lost node explains what failed on other hosts, so these are blamed only if no node was lost.
         culprits = set(incident.lost_hosts)
         if not culprits and verdict.culprit is not None and not world.free:
             culprits = {verdict.culprit.host}

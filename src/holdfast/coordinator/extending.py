@@ -102,6 +102,7 @@ class Extensions:
         """This generation runs now, and may drain; 0: none does."""
         before, self._running = self._running, generation
         drained, self._drains = self._drains, drains
+        # A save ends with its generation: nobody would report what has become of it.
         if before and before != generation:
             self._saving = ""
             self.happens(Ended(before))
@@ -256,6 +257,7 @@ class Extensions:
                     self._out.append(Tell(self._members[member].link, Extended(name, codec.encode_extended(message))))
                 case ToNode():
                     pass  # that node was lost meanwhile
+                # A safe point serves one save: its end could not be told from that of another.
                 case SaveAtSafePoint() if self._saving:
                     self._happened.append((SafePointRefused("another save is being agreed"), name))
                 case SaveAtSafePoint():

@@ -96,6 +96,8 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
         deadline = gathering.began_s + limits.join_s
         if now >= deadline:
             return NoQuorum(f"{gathering.present} of at least {job.min_nodes} nodes came within {limits.join_s:g} s")
+        # A fence is a second reason to wait, which users have to know. A back-off is over before the missing nodes
+        # matter.
         also = f"; {gathering.pause}" if now < gathering.not_before_s and gathering.pause != BACK_OFF else ""
         return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here{also}", gives_up=True)
     if now < gathering.not_before_s:
@@ -108,6 +110,7 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
         return FormNow(f"regrouping with the {gathering.present} nodes left")
     if gathering.awaited and gathering.present >= gathering.awaited:
         return FormNow(f"the {gathering.present} nodes that are left are here")
+    # Each arrival puts it off, but never beyond the last call (scenarios settle and last_call).
     settled = min(gathering.last_arrival_s + limits.settle_s, gathering.quorum_s + limits.last_call_s)
     if now >= settled:
         return FormNow(f"{gathering.present} of {_range(job)} nodes are here and no other joined")
@@ -125,6 +128,7 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
     Then the coordinator's node takes 0 if that is free. The others fill the free places, sorted by host name (numbers
     by value) and arrival.
     """
+    # With static rendezvous --node-rank binds: admission lets in one node for each rank.
     if job.fixed_ranks:
         return sorted((c.node for c in candidates), key=lambda node: node.node_rank or 0)
     by_name = {c.node.member: c.node for c in candidates}
@@ -141,6 +145,7 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
             seats[at] = node
             seated.add(node.member)
 
+    # From the strongest claim to the weakest: a place that is taken is not given again.
     for node in chosen:
         if node.member in index:
             place(node, index[node.member])
@@ -153,6 +158,7 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
     arrival = {c.node.member: c.arrival for c in candidates}
     rest = sorted(
         (node for node in chosen if node.member not in seated),
+        # Those that lose their place because the world is smaller come before newcomers.
         key=lambda node: (node.member not in index, natural(node.host), arrival[node.member]),
     )
     others = iter(rest)

@@ -126,6 +126,7 @@ class Incidents:
     def reopen(self, incident: Incident) -> None:
         """Evidence shows that the others cannot go on after this one. Nodes that were lost since then are lost by the
         same restart."""
+        # Else its lists would be added to themselves.
         if incident is not self.newest:
             incident.lost_nodes += self.newest.lost_nodes
             incident.lost_hosts += self.newest.lost_hosts
@@ -154,5 +155,6 @@ def how(failure: Failure) -> str:
         return f"exit code {failure.exit_code}"
     try:
         return f"killed by {signal.Signals(-failure.exit_code).name}"
+    # Real-time signals have a number and no name.
     except ValueError:
         return f"killed by signal {-failure.exit_code}"

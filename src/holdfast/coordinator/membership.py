@@ -47,6 +47,7 @@ class Membership:
         """Add a link. Returns the oldest one from the same address when there are too many."""
         self.pending[link] = pending
         self._pending_of[pending.address] += 1
+        # The limit is for strangers, not for the agent in this process (test_the_local_link_stays).
         if pending.local or self._pending_of[pending.address] <= LINKS_PER_ADDRESS_MAX:
             return []
         return [next(number for number, other in self.pending.items() if other.address == pending.address)]
@@ -65,6 +66,7 @@ class Membership:
         waits for a rank that another one holds has sent its Join."""
         late: list[int] = []
         for link, due_s in self._unjoined(but):
+            # They are in the order in which they were opened: all others have more time.
             if now < due_s:
                 break
             late.append(link)
@@ -87,6 +89,7 @@ class Membership:
         """Make the agent of a pending link a member."""
         pending = self.close_link(link)
         assert pending is not None
+        # Only a link within this process proves it, whatever the agent says of itself.
         node = structs.replace(node, hosts_coordinator=pending.local)
         self._arrivals += 1
         member = Member(
@@ -102,6 +105,8 @@ class Membership:
         self._by_link[link] = node.member
         if self._host_backoff.until_s(node.host, now) > now:
             self.changed()
+        # The lists are kept valid: to make them again for each of ten thousand members that join would cost too much
+        # (tests/simulation/test_fast_path.py).
         elif self._fresh_until_s > now:
             self._candidates[member.name] = member
             if member.name not in self._outside_of:
@@ -280,6 +285,7 @@ class HostBackoff:
         """Take the hosts that a coordinator before this one knew."""
         for each in records:
             record = _Record(each.strikes, each.blames, each.exclusions, each.stay_s)
+            # A charter has durations: the clocks of two coordinators cannot be compared.
             record.excluded_until_s = now + each.excluded_s if each.excluded_s else 0.0
             self._records[each.host] = record
 
@@ -288,10 +294,12 @@ class HostBackoff:
         record = self._records.setdefault(host, _Record())
         if lived_s >= self.limits.healthy_s:
             record.strikes, record.stay_s = 0, 0.0
+        # Neither a quick death nor a long life: it proves nothing about the host.
         if lived_s >= self.limits.flap_s:
             return
         record.strikes += 1
         self.changes += 1
+        # One quick death may be an accident (scenario flapping).
         if record.strikes > 1:
             record.stay_s = min(self.limits.flap_first_s * 2.0 ** (record.strikes - 2), self.limits.flap_max_s)
 
@@ -304,6 +312,7 @@ class HostBackoff:
         self.changes += 1
         if record.blames < self.exclude_after:
             return 0.0
+        # Counted anew after the exclusion, which is longer each time (scenario excluded).
         record.blames = 0
         pause_s = min(self.limits.exclude_first_s * 2.0**record.exclusions, self.limits.exclude_max_s)
         record.exclusions += 1

@@ -52,6 +52,8 @@ class PreviousGeneration:
         running = join.running
         if running is not None and running.generation == self.generation and not self.broken:
             self.parts[running.group_rank] = (member, running)
+        # An older generation, or one that cannot continue: its workers must not live beside the next
+        # (test_who_comes_with_a_generation_that_was_replaced_is_told_to_kill_it).
         elif running is not None:
             hopeless.append(member)
         elif join.last_generation == self.generation > 0:
@@ -70,6 +72,7 @@ class PreviousGeneration:
     def lost(self, member: Member) -> list[Member]:
         """A member or its workers are gone. Returns members that have to stop the generation that they run."""
         came = any(member is one for one, _ in self.parts.values())
+        # It is told nothing: it is gone, or its workers are.
         return [other for other in self.end() if other is not member] if came else []
 
     @property

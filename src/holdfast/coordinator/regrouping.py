@@ -119,10 +119,12 @@ class Regrouping:
         places = self._left(world, phase, ())
         if not any(places.values()):
             return ""
+        # Charged only if they go on: a restart charges the loss by itself.
         problem = self._problem(world, phase, places) or self._charge(now, world)
         if problem:
             return problem
         if self.job.survive is Survive.WAIT:
+            # A second loss finds a smaller world, and the first one is not replaced yet.
             self._wanted = max(world.size, self._wanted)
         self._attempts += 1
         return Plan(_with_ranks_first(places), places, f"{what}; {self._go_on(sum(map(len, places.values())))}")
@@ -135,6 +137,8 @@ class Regrouping:
     def _left(self, world: World, phase: Phase, silent: Collection[str]) -> dict[str, tuple[int, ...]]:
         """The ranks that are left, without these members; none: nobody expects them to go on."""
         drain = world.drain if phase is Phase.DRAINING else None
+        # After other drains, or once the safe point is agreed, the workers end anyway
+        # (test_a_worker_killed_by_the_stop_of_such_a_drain_is_no_loss_to_survive).
         goes_on = drain is not None and (drain.saves or (drain.regroups and drain.safe_point is None))
         between = phase is Phase.REGROUPING or goes_on
         expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
@@ -153,13 +157,16 @@ class Regrouping:
             return own
         if self._attempts >= ATTEMPTS_MAX:
             return f"{ATTEMPTS_MAX} losses in a row while regrouping"
+        # A rank that has ended would be missing in the next collective (scenario survive_done).
         if world.done_count:
             return f"rank {spans(world.done_ranks())} has ended"
         leaving = [members[name] for name in self.leaving(world)]
         led = next((each for each in leaving if each.node.hosts_coordinator), None)
+        # The others would stand without a coordinator (test_a_coordinator_that_nobody_succeeds_leaves_with_all).
         if led is not None and not self.succeeded([each.node.agent for each in leaving]):
             return f"{led.node.host} is leaving, it has the coordinator, and no other node can take over"
         able = all(world.able.get(name, set()).issuperset(ranks) for name, ranks in places.items())
+        # Workers that were told to leave their generation were able to, and report it again only in the next one.
         if not able and phase is not Phase.REGROUPING:
             return "a second loss while regrouping" if self.settling else "not every rank runs in ht.survive"
         size = sum(map(len, places.values()))
@@ -224,6 +231,8 @@ class Regrouping:
             gone = before.gone.get(name, set()) | before.done.get(name, set())
             world.parting[name] = tuple(each for each in before.workers_of(name) if each not in gone)
             self.forget(now, name)
+        # Newcomers are no disturbance: a loss shortly after they joined is no quick failure
+        # (test_a_replacement_that_joins_does_not_make_the_next_loss_a_quick_one).
         if plan.fresh:
             world.undisturbed_s = before.started_s if before.undisturbed_s is None else before.undisturbed_s
         world.short_lease_s = before.short_lease_s
@@ -244,6 +253,8 @@ class Regrouping:
 
     def started(self, now: float, world: World) -> list[Note]:
         """The workers of this world were told to begin, or to go on."""
+        # Nobody knows yet whether all can go on from here
+        # (test_after_a_start_a_node_has_its_whole_lease_until_all_are_able_again).
         world.short_lease_s = 0.0
         self._attempts, self._wanted = 0, 0
         self.replacements.look_for_missing(world)
@@ -265,6 +276,8 @@ class Regrouping:
         self._rejoin_by_s = inf
         ranks = enumerate((name, each) for name in world.order for each in world.places[name])
         late = [rank for rank, place in ranks if place not in self._went_on]
+        # Workers that have ended training need not say that they go on
+        # (test_workers_that_went_on_and_are_done_with_training_are_left_alone).
         if world.done_count or not late:
             return []
         return self._refusal(world, f"rank {spans(late)} did not go on within {self.limits.rejoin_s:g} s")
@@ -308,6 +321,7 @@ class Regrouping:
     ) -> list[Order]:
         match message:
             case Able(generation, local_ranks):
+                # Also if the message is about an older generation: this agent suspends its workers since then.
                 member.suspends = True
                 if generation == world.generation:
                     world.set_able(member.name, local_ranks)
@@ -327,6 +341,8 @@ class Regrouping:
         if world.all_able and not world.short_lease_s:
             members = self.membership.members
             present = [members[name] for name, ranks in world.places.items() if ranks and name in members]
+            # One agent that suspends nothing is enough to need the whole lease: its workers would run beside the next
+            # generation (test_an_agent_that_suspends_no_more_is_not_relied_on).
             known = [member.suspend_s if member.suspends else 0.0 for member in present]
             world.short_lease_s = self.limits.short_lease_of(max(known)) if known and all(known) else 0.0
         if self.settling and world.all_able:
@@ -344,6 +360,7 @@ class Regrouping:
         note = Note("replacement_failed", {"member": member.name, "local_ranks": local_ranks, "text": what})
         if not self.replacements.gave_up:
             return [note, *self._tell_world(world, Notice(f"{what}; it counts as {self.budget.newest}"))]
+        # They train on with fewer ranks: only the replacement is given up.
         if not self.waits(world):
             left = f"no restart is left: {self._go_on(world.size)}"
             return [note, *self._tell_world(world, Notice(f"{what}; {left}"))]

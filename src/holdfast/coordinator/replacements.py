@@ -58,6 +58,7 @@ class Replacements:
         """Find the local ranks that take no part and for which no replacement was ordered."""
         self.missing.clear()
         for member in [self.membership.members[name] for name in world.order if name in self.membership.members]:
+            # All workers of a node that has just joined are missing here, too.
             local_ranks = set(range(member.node.nproc)).difference(world.places[member.name])
             if local_ranks:
                 self.missing[member.name] = local_ranks.difference(self.ordered.get(member.name, ()))
@@ -68,6 +69,8 @@ class Replacements:
             return
         for name in list(self.missing):
             member = self.membership.members[name]
+            # Else it stays in `missing`, and is ordered when the back-off of its host is over
+            # (test_a_host_that_is_excluded_gets_its_replacement_later).
             if self.membership.is_candidate(member, now):
                 local_ranks = tuple(sorted(self.missing.pop(name)))
                 if local_ranks:

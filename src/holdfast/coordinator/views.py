@@ -69,6 +69,7 @@ def _node_views(
     views: list[NodeView] = []
     for member in sorted(members, key=lambda one: (places.get(one.name, len(places)), one.arrival)):
         in_world = world if member.name in places else None
+        # While it is prepared, its workers do not run yet.
         at_work = in_world is not None and phase is not Phase.PREPARING
         known = throughput if at_work else None
         views.append(
@@ -105,6 +106,7 @@ def _rank(pace: RankThroughput, now: float) -> RankView:
         rank=pace.rank,
         local_rank=pace.local_rank,
         stage=pace.stage,
+        # job_step is one more than the step, so that 0 can mean that the script reports none.
         steps=pace.job_step - 1 if pace.job_step else pace.steps,
         step_s=pace.step_s,
         own_s=pace.own_step_s,

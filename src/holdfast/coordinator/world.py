@@ -163,6 +163,7 @@ class World:
     def mark_done(self, member: str, local_rank: int, left: Failure | None = None) -> None:
         ranks = self.done.setdefault(member, set())
         if local_rank in self.workers_of(member) and local_rank not in ranks:
+            # `done_count` counts a rank once, however often its end is reported.
             ranks.add(local_rank)
             self.done_count += 1
             if left is not None and len(self.left) < LEFT_MAX:
@@ -253,6 +254,8 @@ def master_address(world: Sequence[Member]) -> str:
     first = world[0]
     if first.node.local_addr:
         return first.node.local_addr
+    # It came over loopback, and this address means another machine elsewhere: take the one at which others have
+    # reached this machine.
     if is_local(first.address):
         for other in world[1:]:
             if not is_local(other.address):

@@ -88,6 +88,7 @@ class Board:
         """Prepare the slot for another process."""
         at = layout.slot(local_rank)
         for word in range(layout.SLOT_WORDS):
+            # The file for stacks stays: its descriptor is the same for the next process.
             if word != layout.STACKS:
                 self._words[at + word] = 0
         os.truncate(self._stacks[local_rank], 0)
@@ -103,6 +104,7 @@ class Board:
             for word in (layout.REACHED, layout.STOP_SEEN, layout.BEGAN_AT):
                 self._words[at + word] = 0
             words = self._words[at : at + layout.SLOT_WORDS]
+            # The process counts on from its start: it cannot be told to begin again at 0.
             self._before[rank] = (words[layout.STEPS], words[layout.BEATS], words[layout.OWN])
 
     def reached(self) -> int:
@@ -159,6 +161,7 @@ class Board:
         """The step of the whole job, and how many it will have; 0: no worker reports that."""
         slots = (self._words[layout.slot(rank) :][: layout.SLOT_WORDS] for rank in range(self._nproc))
         known = [(slot[layout.AT], slot[layout.TOTAL]) for slot in slots]
+        # The slowest rank: what the others have begun is not done.
         step, steps = min((each for each in known if all(each)), default=(1, 0))
         return min(step - 1, COUNT_MAX), min(steps, COUNT_MAX)
 
@@ -268,6 +271,7 @@ class Phases:
 
     def trouble(self) -> None:
         """A worker has failed, and the generation still runs."""
+        # What fails during a stop fails because of it.
         if self._trouble_s is None and not self._stopping:
             self._trouble_s = self._loop.time()
 
@@ -277,6 +281,7 @@ class Phases:
             return
         self.close()
         self._stopping = True
+        # A failure that was seen before the order is the begin of `detect`.
         self._last_s = self._loop.time() if self._trouble_s is None else self._trouble_s
         if self._trouble_s is not None:
             self._passed("detect")
@@ -295,6 +300,7 @@ class Phases:
 
     def able(self) -> None:
         """All workers that went on have joined their process group."""
+        # With a board the workers were started, and their marks are read from it.
         if self._generation and self._board is None:
             self._passed("process_group")
 
@@ -466,6 +472,8 @@ class Observer:
 
     async def samples(self, generation: int, pids: Mapping[int, int]) -> tuple[RankSample, ...]:
         """One sample of each of these workers; none when the generation is over."""
+        # The question took its time: the answer would be about other workers
+        # (test_a_look_at_a_generation_that_is_over_sees_nobody).
         if self._stack_sampler is None or generation != self._generation:
             return ()
         try:

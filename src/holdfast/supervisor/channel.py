@@ -104,6 +104,7 @@ class WorkerChannel:
         except OSError:
             self._listening.close()
             raise
+        # A connection may be gone before it is accepted: `accept` must not wait for another one then.
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._accept)
 
@@ -163,6 +164,7 @@ class WorkerChannel:
             return False
         connection.setblocking(False)
         pid, uid = seqpacket.peer(connection)
+        # Abstract names have no permissions: any user of the machine can connect.
         if uid in (0, os.geteuid()):
             self._admit(pid, connection)
         else:
@@ -174,9 +176,12 @@ class WorkerChannel:
         pids = self._pids()
         local_rank = next((rank for rank, its_pid in pids.items() if its_pid == pid), None)
         if local_rank is not None:
+            # A process has one connection: the newer one counts.
             self.forget(local_rank)
             self._connections[local_rank] = connection
             self._loop.add_reader(connection, self._readable, local_rank, connection)
+        # The supervisor reports a start on another socket, perhaps later. Not more of them than there are workers:
+        # anybody of this user may connect.
         elif 0 in pids.values() and pid not in self._early and len(self._early) < len(pids):
             self._early[pid] = connection
         else:
@@ -199,6 +204,7 @@ class WorkerChannel:
             return False
         except (ValueError, msgspec.ValidationError):
             self.forget(local_rank)
+            # What it says cannot be trusted any more (test_a_worker_that_sends_nonsense_is_not_able_any_more).
             self._on_invalid(local_rank)
             return False
         self._on_message(local_rank, message)

@@ -50,6 +50,7 @@ class Revivals:
 
     def count(self, now: float) -> None:
         """Count one more start. Raises SupervisorLostError when there are too many within the window."""
+        # The deque holds the newest starts: its first one is REVIVALS_MAX starts ago.
         if len(self._times) == REVIVALS_MAX and now - self._times[0] < REVIVAL_WINDOW_S:
             raise SupervisorLostError(
                 f"the parent process of this node's workers (hf-supervisor) ended {REVIVALS_MAX + 1} times within "
@@ -152,6 +153,8 @@ class Demand:
 
     def _look(self) -> None:
         self._waited_s += self._limit_s / CONFIRM_LOOKS
+        # Counted by looks, and not by the clock: a node that was suspended as a whole wakes with all its time left
+        # (test_time_in_which_the_agent_does_not_run_is_not_the_supervisors).
         if self._waited_s < allowed_s(self._limit_s, self._late.waited_s()):
             self._set_timer()
         else:
@@ -259,12 +262,15 @@ class SupervisorClient:
         self._send({"do": "fence", "at_s": at_s, "suspend_at_s": suspend_at_s})
         self._cancel_fence_timers()
         due = [time_s for time_s in (at_s, suspend_at_s) if time_s is not None]
+        # The supervisor kills at that time by itself. Whether it does is asked then, since it may be suspended
+        # (test_the_workers_of_a_node_that_is_cut_off_end_though_its_supervisor_does_nothing).
         self._fence_timers = [self._loop.call_at(time_s, self.demand, self._at_once_s) for time_s in due]
 
     def demand(self, limit_s: float) -> None:
         """Kill the supervisor, and the workers with it, unless it confirms within this time that all commands so far
         were executed. It may be suspended, or in an endless loop. Time in which it only waits for a processor does not
         count, up to the same time again."""
+        # Before the first order it has no process that could outlive anything, and may still start.
         if not (self.alive and self._spawned):
             return
         self._demanded += 1
@@ -301,6 +307,7 @@ class SupervisorClient:
             try:
                 await asyncio.wait_for(self._ended.wait(), CLOSE_LIMIT_S)
             except TimeoutError:
+                # It is suspended, or hangs in the kernel: its processes become our children, and `sweep` ends them.
                 self._kill()
                 await self._ended.wait()
         # A supervisor that exited by itself left no process behind. If it was killed, its orphans are our children now.

@@ -188,6 +188,7 @@ class Console:
         lines = [f"{prefix}{line}\n".encode(errors="surrogateescape") for line in visible(text).splitlines()]
         with self._news:
             for line in lines:
+                # A console that nobody reads must not fill the memory; what is dropped is counted.
                 if len(self._own_lines) < OWN_LINES_MAX:
                     self._own_lines.append(line)
                 else:

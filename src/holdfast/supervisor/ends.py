@@ -50,6 +50,7 @@ class OomWatch:
         return self._count() > self._before
 
     def _count(self) -> int:
+        # The first file that has the counter is the closest one.
         for file in self._counters:
             with contextlib.suppress(OSError, ValueError):
                 for line in file.read_text().splitlines():
@@ -83,6 +84,7 @@ def failure_of_spawn(bare: Failure, *, error_number: int, text: str) -> Failure:
 
 
 def _spawn_code(error_number: int) -> int:
+    # EAGAIN is the limit of processes, the last two that of open files.
     if error_number in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
         return EXIT_FAILURE
     return _NOT_FOUND if error_number == errno.ENOENT else _NOT_EXECUTABLE
@@ -173,6 +175,8 @@ class Ends:
         `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; its process still
         runs.
         """
+        # An end with 0 that is still being read came first: whoever fails because of it must not be reported before
+        # it.
         earlier = tuple(self._waiting)
         if bare.exit_code and not earlier:
             self._failed(worker, bare, self.generation, raised=raised)
@@ -213,5 +217,6 @@ class Ends:
         on in another one meanwhile."""
         failure = await asyncio.to_thread(with_evidence, bare, worker.streams, out_of_memory=self._oom.struck)
         self._journal.write("worker_failed", generation=died_in, **fields_of(failure))
+        # The console holds the traceback back until it knows whether the last screen shows it.
         self._router.failed(failure.rank, failure.traceback)
         self._emit(FailureRead(died_in, worker.local_rank, failure))

@@ -57,6 +57,7 @@ def read_error_file(path: str) -> Recorded:
             raw = file.read(ERROR_FILE_BYTES_MAX)
         data: Any = json.loads(raw)
         message = data["message"]
+    # A worker may have been killed while it wrote the file, and a program may write anything there.
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Recorded()
     extra: Any = {}
@@ -99,6 +100,7 @@ def _as_int(value: Any) -> int:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         return 0
+    # Larger numbers do not fit into a message.
     return number if 0 <= number <= COUNT_MAX else 0
 
 
@@ -142,6 +144,7 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
         message=recorded.message,
         traceback=recorded.traceback,
         stderr_tail=stderr_tail,
+        # Programs without Python often write their error to stdout; an exception explains more.
         stdout_tail="" if recorded.message else _last_lines(read_tail(streams.stdout)),
         collective=recorded.collective,
         tensors=recorded.tensors,
@@ -156,6 +159,7 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
 def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
     """The end of a worker that exited with 0, with its last output, in case its peers still need it."""
     stderr_file = str(streams.stderr_file or "")
+    # Such a worker may be the one for which the others wait (test_whoever_closed_a_connection_may_end_with_0).
     tail = read_tail(streams.stderr) or read_tail(streams.stdout)
     return structs.replace(bare, stderr_tail=_last_lines(tail), stderr_file=_as_text(stderr_file))
 
@@ -261,6 +265,7 @@ def interfaces() -> str:
     if not up:
         return "no network interface is up"
     shown = ", ".join(f"{name} {address}" for name, address in list(up.items())[:INTERFACES_SHOWN_MAX])
+    # NCCL and gloo often choose a virtual interface of a container runtime, which reaches no other node.
     real = [name for name in up if name != "lo" and not name.startswith(VIRTUAL)]
     default = default_interface()
     best = default if default in real else (real[0] if real else "")
@@ -284,6 +289,7 @@ def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -
     found: dict[int, tuple[float, str]] = {}
     for place in (*places, *named):
         with contextlib.suppress(OSError):
+            # One line for each disk, however many paths are on it.
             found.setdefault(os.stat(place).st_dev, _fullness(place))
     for place in mounted(mounts):
         with contextlib.suppress(OSError):

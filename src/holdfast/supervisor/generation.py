@@ -310,6 +310,7 @@ class RunningGeneration:
         self._start = start
         self.board.begin_again()
         for worker in self._workers.values():
+            # Who is not there was killed meanwhile, or is a replacement that comes later.
             if worker.gate == self.number:
                 worker.generation, worker.ready, worker.gate = self.number, False, 0
                 environment = self._environment(self.assign, start, worker)
@@ -368,6 +369,7 @@ class RunningGeneration:
             case SaysReady():
                 self._ready(worker)
             case AtGate(generation):
+                # A worker that waits for an earlier generation has not seen the newer order yet.
                 if self._gathering and generation == self.number:
                     worker.gate = generation
                     self._on_gate()
@@ -428,6 +430,7 @@ class RunningGeneration:
 
     def ended(self, event: ProcessEnded) -> None:
         if self._channel is not None:
+            # What it said before its end decides what the end means.
             self._channel.catch_up()
         worker = self._by_key(event.key)
         if worker is not None:
@@ -484,6 +487,7 @@ class RunningGeneration:
         self._journal.write(
             "worker_ended", **self._place(worker), pid=worker.pid, exit_code=exit_code, stopped=after_stop
         )
+        # It has saved and left at the safe point: that is no success of its rank, and no failure.
         if exit_code == 0 and stop_seen:
             self._emit(WorkerEnded(self.number, worker.local_rank, None, drained=True))
             return

@@ -42,8 +42,10 @@ class LineCutter:
         if b"\r" in whole:
             whole = _OVERWRITTEN.sub(b"", _TRAILING_RETURNS.sub(b"\n", whole))
         if b"\r" in rest:
+            # A bar may redraw itself for hours without a newline: only its last state is kept.
             *states, coming = rest.split(b"\r")
             rest = next((state for state in reversed(states) if state), b"") + b"\r" + coming
+        # A program may never write a newline (test_a_line_without_end_is_bounded).
         if len(rest) > LINE_BYTES_MAX:
             whole, rest = whole + _last_state(rest) + b"\n", b""
         self.partial = rest
@@ -158,6 +160,8 @@ class LineFold:
         waiting = self._streams.setdefault(stream, _Stream(rank))
         for text in lines[:-1].split(b"\n"):
             waiting.texts.append(text)
+            # Two lines of torch differ in rank and time only
+            # (test_a_warning_of_torchs_is_the_same_whatever_its_rank_and_time).
             waiting.keys.append(_OWN_STAMP.sub(b"", text))
             self._arrived.append(waiting)
 
@@ -181,6 +185,8 @@ class LineFold:
         busy = (*busy, stream)
         ranks = [stream.rank]
         for other in self._streams.values():
+            # A rank is counted once: what one rank says twice stays twice
+            # (test_what_one_rank_says_twice_stays_twice).
             if other in busy or other.rank in ranks or (index := other.find(key)) is None:
                 continue
             while other.next < index:
@@ -228,6 +234,7 @@ def without_text(lines: bytes, text: str) -> bytes:
     wanted = text.rstrip().encode(errors="surrogateescape").split(b"\n")
     there = lines.splitlines(keepends=True)
     plain = [_TORCH_RANK.sub(b"", line).rstrip(b"\r\n") for line in there]
+    # From the end: the traceback that ended the worker is the last one.
     for start in range(len(plain) - len(wanted), -1, -1):
         if plain[start : start + len(wanted)] == wanted:
             return b"".join(there[:start] + there[start + len(wanted) :])

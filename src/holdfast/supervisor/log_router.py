@@ -196,7 +196,10 @@ class LogRouter:
 
     def begin_attempt(self) -> None:
         """The workers of the attempt that was opened are being started."""
+        # The attempt before has had its verdict by now, or gets none.
         self._show_undecided()
+        # Only now: the next attempt is opened while the verdict on this one is still awaited
+        # (test_a_traceback_waits_for_its_verdict_while_the_next_attempt_is_opened).
         self._last_groups, self._next_groups, self._tracebacks = self._next_groups, [], {}
 
     def failed(self, rank: int, traceback: str) -> None:
@@ -252,6 +255,7 @@ class LogRouter:
         self.end_attempt()
         if not self._files_finished:
             self._files_finished = True
+            # First the terminals: what they still hold goes into the spools, and from there to the disk.
             self._pump.await_finished(TERMINALS_S_MAX)
             self._mover.finish(DISK_STALL_S_MAX)
 
@@ -314,6 +318,7 @@ class LogRouter:
         redirected = bool(self._options.redirects.for_rank(worker.local_rank) & std)
         if not self._passes(worker) or (redirected and not teed):
             return fd
+        # Lines with a prefix of torchrun's may be read by programs: they are not folded.
         plain = self._options.dedup and not teed and not self._options.prefix_template
         held = HeldTraceback() if plain and std is Std.ERR else None
         tail = StreamTail(
@@ -326,6 +331,7 @@ class LogRouter:
         )
         shown.setdefault(sink, []).append(tail)
         self._shown.setdefault(worker.local_rank, []).append((tail, sink, teed))
+        # Without a terminal here, a worker must not believe that it has one: it would draw bars into a file.
         if not sink.is_terminal:
             return fd
         prefix = self._prefix(worker, teed=teed)

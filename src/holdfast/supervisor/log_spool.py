@@ -419,6 +419,7 @@ class LogMover:
 
     def _keep_limits(self, spools: Sequence[Spool]) -> None:
         now = time.monotonic()
+        # A disk that is slow but moves gets more memory than one that takes nothing.
         stuck = any(each.trouble or (each.began_s is not None and now > each.began_s + STALLED_S) for each in spools)
         for spool in spools:
             with contextlib.suppress(OSError):

@@ -43,6 +43,7 @@ class ChangeWatch:
         """Watch a file; the handle for `remove`. A file may be watched several times."""
         in_modify = 0x2
         handle: int = self._libc.inotify_add_watch(self.fd, os.fsencode(path), in_modify)
+        # A limit of inotify watches is reached: files are polled then (test_without_inotify_files_are_polled).
         if handle < 0:
             self.reliable = False
         self._users[handle] = self._users.get(handle, 0) + 1
@@ -238,6 +239,7 @@ class StreamTail:
         """A line whose last state was shown as progress is not shown again."""
         if lines and self._progress_shown is not None:
             first, _, others = lines.partition(b"\n")
+            # The bar ended in the state that was shown last (test_a_shown_state_is_not_repeated).
             if first == self._progress_shown:
                 lines = others
             self._progress_shown = None
@@ -312,6 +314,7 @@ class Lane:
         """Show available lines while the sink has room. Returns the time of the next call; None: call it when a file
         has changed."""
         while self._groups and self.sink.free:
+            # One attempt after the other: lines of the next one must not come between.
             group = self._groups[0]
             # Both are read before the files: what is read from the files afterwards is then their final content.
             over = group.ended
@@ -417,6 +420,7 @@ class Lane:
         the time until which it waits to learn that; None: all is shown."""
         held = [(tail, tail.held) for tail in group.tails if tail.held is not None and tail.held.due is not None]
         late = [each.due for _, each in held if each.due is not None and each.due > now]
+        # The verdict may still say that it shows them.
         if elsewhere is None and late:
             return min(late)
         blocks: list[bytes] = []
@@ -450,6 +454,7 @@ class Lane:
                 waiting.append((max(due, self._drawn_at + TRANSIENT_S), tail, text))
         ready = [each for each in waiting if each[0] <= now]
         if ready:
+            # There is one such line, and several bars may want it: the one that moved last gets it.
             _, tail, text = max(ready, key=lambda each: each[1].changed_at)
             self._owner, self._drawn_at = tail, now
             if tail.is_prompt(text):

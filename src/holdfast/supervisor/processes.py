@@ -263,6 +263,7 @@ def tcp_moved_bytes() -> dict[int, int]:
         socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as link,
     ):
         link.settimeout(WAIT_S_MAX)
+        # The kernel answers for one family at a time.
         for family in (socket.AF_INET, socket.AF_INET6):
             question = QUESTION.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), 0, CONNECTED)
             link.send(HEAD.pack(HEAD.size + len(question), SOCK_DIAG_BY_FAMILY, REQUEST_OF_ALL, 0, 0) + question)
@@ -290,6 +291,7 @@ def _read_connection(answer: bytes, found: dict[int, int]) -> None:
     at = ANSWER_BYTES
     while at + ATTRIBUTE.size <= len(answer):
         length, kind = ATTRIBUTE.unpack_from(answer, at)
+        # An older kernel has a shorter tcp_info, without these counters.
         if kind == INET_DIAG_INFO and length >= ATTRIBUTE.size + MOVED_AT + MOVED.size:
             found[inode] = sum(MOVED.unpack_from(answer, at + ATTRIBUTE.size + MOVED_AT))
         at += max(_aligned(length), ATTRIBUTE.size)

@@ -49,6 +49,7 @@ def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
     in the target and the user's arguments, as in torchrun.
     """
     command = options.command
+    # `holdfast launch`: before the own arguments, as torch.distributed.launch puts it.
     legacy = ["--local-rank=${local_rank}"] if command.local_rank_argument else []
     arguments = [_fill_in(argument, local_rank) for argument in (*legacy, *command.args)]
     if command.kind is CommandKind.PROGRAM:
@@ -110,6 +111,7 @@ def begin(supervisor: SupervisorHandle, options: RunOptions) -> None:
 
 def order_for(options: RunOptions, environ: Mapping[str, str]) -> seqpacket.Message | None:
     """The order for the fork server; None when workers are to be started by exec."""
+    # Nothing to share: a fork server would cost a process and save nothing.
     if not options.preload.modules:
         return None
     return {
@@ -142,6 +144,8 @@ def first_path(options: RunOptions) -> str:
     """The program's sys.path[0]: modules beside the program come before all others, in the fork server too."""
     if options.command.kind is CommandKind.MODULE:
         return os.getcwd()
+    # As Python itself: a folder with __main__.py is its own entry, and links are followed to the folder of the real
+    # script.
     path = os.path.abspath(options.command.target)
     return path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
 
@@ -160,6 +164,7 @@ def node_versions(command: WorkerCommand, path: Sequence[str] | None = None) -> 
     `path`: the module search path; by default this interpreter's own.
     """
     found = {"holdfast": __version__, "script": script_hash(command), "arguments": arguments_hash(command)}
+    # Another interpreter has its own Python and torch, which could be found out only by starting it.
     if command.kind is not CommandKind.PROGRAM and command.python in ("", sys.executable):
         found["python"] = ".".join(map(str, sys.version_info[:3]))
         found |= torch_versions(sys.path if path is None else path)
@@ -196,6 +201,7 @@ def torch_versions(path: Sequence[str]) -> dict[str, str]:
         text = read_text(os.path.join(folder, "torch", "version.py"))
         version = re.search(_VERSION, text, re.MULTILINE)
         if version is None:
+            # Another folder that is called torch, or a torch without this file.
             continue
         cuda = re.search(_CUDA, text, re.MULTILINE)
         header = read_text(os.path.join(folder, "nvidia", "nccl", "include", "nccl.h"))
@@ -236,6 +242,7 @@ def accelerators(environment: Mapping[str, str], *, sys: Path, proc_gpus: Path, 
     if nvidia := nvidia_gpus(proc_gpus, dev):
         return visible_gpus(nvidia, environment.get("CUDA_VISIBLE_DEVICES"))
     if amd := amd_gpus(sys):
+        # ROCm honours both, its own name first.
         variable = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environment else "CUDA_VISIBLE_DEVICES"
         return visible_gpus(amd, environment.get(variable))
     by_card = environment.get("ZE_FLAT_DEVICE_HIERARCHY") == "COMPOSITE"
@@ -263,6 +270,7 @@ def amd_gpus(sys: Path) -> tuple[str, ...]:
         for node in sorted(nodes.iterdir(), key=lambda path: int(path.name)):
             pairs = (line.split() for line in (node / "properties").read_text().splitlines())
             properties = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+            # The other nodes of this topology are the processors.
             if properties.get("simd_count"):
                 place = properties.get("location_id", 0)
                 address = f"{properties.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"
@@ -387,6 +395,8 @@ class _Layout:
         self._node_by_rank = {rank: self._find_node(rank, len(ranks)) for rank in ranks}
 
     def _find_node(self, rank: int, ranks: int) -> int:
+        # Without accelerators nothing is near or far: ranks are dealt evenly
+        # (test_without_gpus_ranks_are_dealt_over_the_nodes).
         if not self._machine.gpus:
             return self._nodes[rank * len(self._nodes) // ranks]
         file = self._machine.sys / "bus" / "pci" / "devices" / self._machine.gpus[rank] / "numa_node"
@@ -444,6 +454,7 @@ class _Layout:
     def _cache_of(self, cpu: int) -> int:
         levels: dict[int, Path] = {}
         for index in (self._cpu(cpu) / "cache").glob("index[0-9]*"):
+            # A cache of instructions alone says nothing about data.
             if (index / "type").read_text().strip() in ("Unified", "Data"):
                 levels[int((index / "level").read_text())] = index
         if not levels:
