@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import Signals
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from holdfast import own_folders
 from holdfast.cli import EXIT_INTERRUPTED, grammar, say
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
+from holdfast.cli.printing import print_json
 from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
 from holdfast.protocol.errors import (
     EXIT_FAILURE,
@@ -39,7 +40,8 @@ LOG_END_S = 1.0
 """Time after the job's end in which the rest of its log becomes visible here."""
 COPY_BYTES_MAX = 1 << 20
 
-RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in ("slurm", "plan"))
+NOT_FOR_JOBS = ("slurm", "plan", "json")
+RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in NOT_FOR_JOBS)
 USAGE = """\
 usage: holdfast submit --slurm [options of sbatch and of holdfast run] script.py [its arguments]
        holdfast submit --k8s [options] script.py [its arguments]
@@ -55,6 +57,7 @@ Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves
   --signal=USR1@SECONDS     this long before its time limit the job saves and is requeued; it resumes later
   --dry-run                 print the batch script, and exit
   --no-follow               submit, print the job's number, and exit
+  --json                    print JSON, and follow no log
   --help                    print this text, and exit"""
 VALUES = frozenset(
     [
@@ -106,12 +109,30 @@ REFUSED = {
 }
 
 
+class ScriptData(TypedDict):
+    """A batch script that was not submitted."""
+
+    script: str
+
+
+class SubmittedData(TypedDict):
+    """A batch script that was submitted to Slurm."""
+
+    job: str
+    """The number of the job."""
+    script_file: str
+
+
+JSON_FORMS: dict[str, tuple[tuple[type, ...], ...]] = {"submit": ((ScriptData,), (SubmittedData,))}
+
+
 class BatchRequest(NamedTuple):
     """A line of `holdfast submit --slurm`."""
 
     batch: Batch
     dry_run: bool
     follow: bool
+    as_json: bool
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,7 +158,10 @@ def to_slurm(argv: Sequence[str]) -> int:
     request = read(argv)
     text = batch_script(request.batch)
     if request.dry_run:
-        print(text, end="")
+        if request.as_json:
+            print_json(ScriptData(script=text))
+        else:
+            print(text, end="")
         return 0
     if shutil.which("sbatch") is None:
         raise MissingPackageError(
@@ -145,6 +169,9 @@ def to_slurm(argv: Sequence[str]) -> int:
         )
     path = write(Path(f"{request.batch.name}.sbatch"), text)
     job = submit(path)
+    if request.as_json:
+        print_json(SubmittedData(job=job, script_file=str(path.absolute())))
+        return 0
     say(f"submitted {path} as job {job}; stop it with: scancel {job}")
     if request.batch.is_array:
         say("this is an array and each task has its own log; no log is followed")
@@ -155,7 +182,7 @@ def to_slurm(argv: Sequence[str]) -> int:
 def read(argv: Sequence[str]) -> BatchRequest:
     """Divide the line into sbatch's options, ours, and the script with its arguments. Raises UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
-    chosen = {"--dry-run": False, "--no-follow": False}
+    chosen = {"--dry-run": False, "--no-follow": False, "--json": False}
     spellings = grammar.spellings_of(RUN_OPTIONS)
     while words:
         word = words[0]
@@ -178,7 +205,10 @@ def read(argv: Sequence[str]) -> BatchRequest:
     check_script(parsed, directives)
     name = job_name(parsed.values.training_script)
     return BatchRequest(
-        Batch(tuple(directives), (sys.executable, *run), name), chosen["--dry-run"], not chosen["--no-follow"]
+        Batch(tuple(directives), (sys.executable, *run), name),
+        dry_run=chosen["--dry-run"],
+        follow=not chosen["--no-follow"],
+        as_json=chosen["--json"],
     )
 
 
