@@ -18,6 +18,8 @@
 #                SOAK_SEED=1, SOAK_LAUNCHERS) and with a script in ht.survive, then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
 #                soak-patience are the parts; the last two need root on Linux
 #   make dist    an sdist and a manylinux wheel in dist/, each installed into an empty environment and tried
+#   make release  the same with wheels for x86_64 and aarch64 (MACHINES=x86_64: for that alone), checked for publication; prints what a
+#                person does by hand
 #   make docs    the documentation as a site, in build/site
 #   make screenshots  the pictures of the dashboard in docs/pictures, from a real job
 #   make fmt     format the code and regenerate the pages of docs/ that are made from it
@@ -30,6 +32,7 @@ SOAK_MINUTES ?= 20
 SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
 SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
+MACHINES ?= x86_64,aarch64
 # Held to that by a plugin: a test in it that starts a process, connects, sleeps or imports torch fails.
 FAST := tests/agent tests/authority tests/benchmarks tests/coordinator tests/corpus tests/diagnosis tests/protocol tests/scenarios tests/simulation
 
@@ -42,7 +45,7 @@ WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchr
     tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py \
     tests/processes/test_survive_jobs.py
 
-# Run by `make check` and `make dist`.
+# Run by `make check`, `make dist` and `make release`.
 ELSEWHERE := --ignore=tests/tidy --ignore=tests/packaging
 
 PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
@@ -50,7 +53,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
+.PHONY: demo fast test again test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -108,6 +111,10 @@ bench: $(VENV)/.dev
 dist: $(VENV)/.dist
 	$(BIN)/python -m tools.dist
 	$(BIN)/python -m pytest tests/packaging -q
+
+# aarch64 needs gcc-aarch64-linux-gnu of Debian.
+release: $(VENV)/.dist
+	$(BIN)/python -m tools.release --machines $(MACHINES)
 
 # One after the other, also with -j: they would spoil each other's times.
 soak:

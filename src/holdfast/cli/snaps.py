@@ -85,7 +85,7 @@ class FolderData(TypedDict):
     quarantined: list[str]
     suspects: list[SuspectData]
     lease: str | None
-    """Who used it last; null: unknown."""
+    """The process that used it last; null: unknown."""
     memory: list[StateData]
 
 

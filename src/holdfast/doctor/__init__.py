@@ -324,7 +324,7 @@ class CheckedData(TypedDict):
     findings: list[DoctorFinding]
     facts: LocalFacts
     nodes: NotRequired[list[NodeData]]
-    """Of several nodes that were checked together."""
+    """The nodes, if several were checked together."""
     pairs: NotRequired[list[PairData]]
 
 
