@@ -127,7 +127,7 @@ def test_submit_prints_the_script_the_manifests_and_the_number(
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     assert main(["submit", "--slurm", "--json", "train.py"]) == 0
     sent = checked("submit", capsys.readouterr().out)
-    assert sent == {"job": "4711", "script_file": str(tmp_path / "train.sbatch")}
+    assert sent == {"job": "4711", "chain": [], "script_file": str(tmp_path / "train.sbatch")}
 
     kubectl = sbatch.with_name("kubectl")
     kubectl.write_text("#!/bin/sh\ncat > /dev/null\necho job.batch/train created\n")

@@ -101,6 +101,7 @@ def commands() -> list[Command]:
     sbatch += [KnownOption(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
     sbatch.append(KnownOption(("--no-follow",), "submit, and do not follow the log"))
     sbatch.append(KnownOption(("--json",), "print JSON"))
+    sbatch.append(KnownOption((submit.CHAIN,), "so many jobs, one after the other", takes_value=True))
     submitting = [
         KnownOption(("--slurm",), "to Slurm"),
         KnownOption(("--k8s",), "to Kubernetes"),
