@@ -9,6 +9,7 @@
 #   make test-torch       what depends on torch, with the installed torchrun instead of the recorded one; TORCH=2.15.0: with
 #                         that version, in an environment of its own (its registry build brings 5 GB of CUDA libraries)
 #   make test-trainers    the trainers' tests with torchtitan too, installed without most of what it depends on
+#   make test-engines     the lines of docs/engines.md, by the real torchx and Ray, in an environment of their own
 #   make test-without-torch  the launcher's tests (the folders in tools/pythons.py) in an environment without torch: fails if one
 #                         needs it. `make check` looks at their imports alone
 #   make test-pythons     the same under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
@@ -53,7 +54,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
+.PHONY: demo fast test again test-engines test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -75,6 +76,9 @@ test-pythons:
 
 test-without-torch:
 	$(PYTHON) -m tools.pythons $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+test-engines: $(VENV)/.dev .venv-engines/.ready
+	$(BIN)/python -m pytest tests/engines -q
 
 test-trainers: $(VENV)/.dev
 	$(PIP) --no-deps torchtitan torch_checkpointing tyro spmd_types docstring_parser
@@ -179,6 +183,11 @@ $(VENV)/.dev: $(VENV)/.python $(PACKAGING)
 	@grep -v -e '^torch==' -e '^sympy==' -e '^triton==' constraints.txt > .venv-torch-$*/constraints.txt
 	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$* numpy scikit-learn
 	@.venv-torch-$*/bin/python -m compileall -q src
+	@touch $@
+
+.venv-engines/.ready: $(PACKAGING)
+	@$(PYTHON) -m venv .venv-engines
+	@.venv-engines/bin/python -m pip install -qq --disable-pip-version-check -e . torchx==0.7.0 'ray[default]==2.60.0'
 	@touch $@
 
 $(VENV)/.python:

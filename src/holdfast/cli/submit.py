@@ -560,8 +560,8 @@ def chain_lines(mark: str) -> list[str]:
     return [
         "code=$?",
         "",
-        f"# {EXIT_REQUEUE}: all is saved; {stopped}: the time was over before that. Then the chain's next job goes on, also when",
-        "# Slurm ends this script. After any other end the jobs that wait are cancelled.",
+        f"# {EXIT_REQUEUE}: all is saved; {stopped}: the time was over before that. Then the chain's next job goes on,",
+        "# also when Slurm ends this script. After any other end the jobs that wait are cancelled.",
         f'if [ "$code" -ne {EXIT_REQUEUE} ] && [ "$code" -ne {stopped} ]; then',
         "    squeue --noheader --states=PENDING --format='%i %k' \\",
         f"        | awk '$2 == \"{mark}\" {{ print $1 }}' | xargs -r scancel",
