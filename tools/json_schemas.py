@@ -100,7 +100,7 @@ def as_object(kind: Any, known: dict[type, Any]) -> Any:
             fields += [
                 (name, as_object(hint, known) | None, msgspec.UNSET) for name, hint in FIGURES.get(kind, {}).items()
             ]
-            known[kind] = msgspec.defstruct(kind.__name__, fields, namespace={"__doc__": kind.__doc__}, kw_only=True)
+            known[kind] = msgspec.defstruct(kind.__name__, fields, namespace={"__doc__": doc_of(kind)}, kw_only=True)
         return known[kind]
     if is_typeddict(kind):
         return typed_dict(kind, known)
@@ -124,9 +124,14 @@ def typed_dict(kind: Any, known: dict[type, Any]) -> Any:
             fields.append((attribute(name), described(value, texts.get(name, "")), *default))
         rename = {attribute(name): name for name in get_type_hints(kind)}
         known[kind] = msgspec.defstruct(
-            kind.__name__, fields, namespace={"__doc__": kind.__doc__}, kw_only=True, rename=rename
+            kind.__name__, fields, namespace={"__doc__": doc_of(kind)}, kw_only=True, rename=rename
         )
     return known[kind]
+
+
+def doc_of(kind: type) -> str:
+    """The docstring as one line: Python 3.13 indents it in another way."""
+    return " ".join((kind.__doc__ or "").split())
 
 
 def field_texts(kind: type) -> dict[str, str]:
