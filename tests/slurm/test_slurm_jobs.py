@@ -219,7 +219,7 @@ from holdfast.worker import should_stop
 meet()
 should_stop()
 first = not os.path.exists("saved")
-note("up in the chain", first=first)
+note("up in the chain", first=first, id=os.environ["HOLDFAST_RUN_ID"])
 while first:
     time.sleep(0.02)
     if should_stop():
@@ -234,3 +234,5 @@ while first:
     jobs.wait(2, "up in the chain")
     assert [jobs.ended(number) for number in numbers] == ["FAILED", "COMPLETED", "CANCELLED"], jobs.told(numbers[1])
     assert [each["first"] for each in jobs.trail("up in the chain")] == [True, False]
+    (run_id,) = {each["id"] for each in jobs.trail("up in the chain")}
+    assert run_id.startswith("train-"), "both have one id for loggers"

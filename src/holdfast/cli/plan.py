@@ -380,4 +380,6 @@ def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str],
         known |= {"GROUP_RANK", "NODE_RANK"}
     variables.update(dict.fromkeys(set(BY_RENDEZVOUS) - known, ASSIGNED))
     variables["TORCHELASTIC_RUN_ID"] = job_id
+    if "HOLDFAST_RUN_ID" in variables and not environ.get("HOLDFAST_RUN_ID"):
+        variables["HOLDFAST_RUN_ID"] = job_id
     return variables

@@ -537,7 +537,7 @@ def command_lines(batch: Batch) -> list[str]:
     # The number of an array is also that of one of its tasks: `scontrol requeue` with it would requeue all of them.
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if batch.is_array else '"$SLURM_JOB_ID"'
     if batch.chain:
-        return [command, *chain_lines(batch.chain)]
+        return [*run_id_lines(batch), command, *chain_lines(batch.chain)]
     if not batch.requeues:
         return [command]
     return [
@@ -551,6 +551,16 @@ def command_lines(batch: Batch) -> list[str]:
         f"    scontrol requeue {job}",
         "fi",
         'exit "$code"',
+    ]
+
+
+def run_id_lines(batch: Batch) -> list[str]:
+    """Give all jobs of the chain one id: each has a number of its own."""
+    own = f"{batch.name}-{batch.chain.removeprefix(CHAIN_MARK)}"
+    return [
+        "# One id for loggers (W&B, MLflow, TensorBoard) in all jobs of the chain.",
+        f"export HOLDFAST_RUN_ID=${{HOLDFAST_RUN_ID:-{shlex.quote(own)}}}",
+        "",
     ]
 
 
