@@ -9,6 +9,7 @@
 #   make test-torch       what depends on torch, with the installed torchrun instead of the recorded one; TORCH=2.15.0: with
 #                         that version, in an environment of its own (its registry build brings 5 GB of CUDA libraries)
 #   make test-trainers    the trainers' tests with torchtitan too, installed without most of what it depends on
+#   make test-engines     the lines of docs/engines.md, by the real torchx and Ray, in an environment of their own
 #   make test-without-torch  the launcher's tests (the folders in tools/pythons.py) in an environment without torch: fails if one
 #                         needs it. `make check` looks at their imports alone
 #   make test-pythons     the same under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
@@ -18,6 +19,8 @@
 #                SOAK_SEED=1, SOAK_LAUNCHERS) and with a script in ht.survive, then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
 #                soak-patience are the parts; the last two need root on Linux
 #   make dist    an sdist and a manylinux wheel in dist/, each installed into an empty environment and tried
+#   make release  the same with wheels for x86_64 and aarch64 (MACHINES=x86_64: for that alone), checked for publication; prints what a
+#                person does by hand
 #   make docs    the documentation as a site, in build/site
 #   make screenshots  the pictures of the dashboard in docs/pictures, from a real job
 #   make fmt     format the code and regenerate the pages of docs/ that are made from it
@@ -30,6 +33,7 @@ SOAK_MINUTES ?= 20
 SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
 SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
+MACHINES ?= x86_64,aarch64
 # Held to that by a plugin: a test in it that starts a process, connects, sleeps or imports torch fails.
 FAST := tests/agent tests/authority tests/benchmarks tests/coordinator tests/corpus tests/diagnosis tests/protocol tests/scenarios tests/simulation tests/extensions/hangs/test_hang_detector.py tests/extensions/hangs/test_hang_reports.py tests/extensions/stragglers
 
@@ -42,7 +46,7 @@ WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchr
     tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py \
     tests/processes/test_survive_jobs.py
 
-# Run by `make check` and `make dist`.
+# Run by `make check`, `make dist` and `make release`.
 ELSEWHERE := --ignore=tests/tidy --ignore=tests/packaging
 
 PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
@@ -50,7 +54,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
+.PHONY: demo fast test again test-engines test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -72,6 +76,9 @@ test-pythons:
 
 test-without-torch:
 	$(PYTHON) -m tools.pythons $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+test-engines: $(VENV)/.dev .venv-engines/.ready
+	$(BIN)/python -m pytest tests/engines -q
 
 test-trainers: $(VENV)/.dev
 	$(PIP) --no-deps torchtitan torch_checkpointing tyro spmd_types docstring_parser
@@ -108,6 +115,10 @@ bench: $(VENV)/.dev
 dist: $(VENV)/.dist
 	$(BIN)/python -m tools.dist
 	$(BIN)/python -m pytest tests/packaging -q
+
+# aarch64 needs gcc-aarch64-linux-gnu of Debian.
+release: $(VENV)/.dist
+	$(BIN)/python -m tools.release --machines $(MACHINES)
 
 # One after the other, also with -j: they would spoil each other's times.
 soak:
@@ -172,6 +183,11 @@ $(VENV)/.dev: $(VENV)/.python $(PACKAGING)
 	@grep -v -e '^torch==' -e '^sympy==' -e '^triton==' constraints.txt > .venv-torch-$*/constraints.txt
 	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$* numpy scikit-learn
 	@.venv-torch-$*/bin/python -m compileall -q src
+	@touch $@
+
+.venv-engines/.ready: $(PACKAGING)
+	@$(PYTHON) -m venv .venv-engines
+	@.venv-engines/bin/python -m pip install -qq --disable-pip-version-check -e . torchx==0.7.0 'ray[default]==2.60.0'
 	@touch $@
 
 $(VENV)/.python:

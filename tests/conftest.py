@@ -301,6 +301,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("HOME", str(home))
         patch.setenv("XDG_STATE_HOME", str(home / "state"))
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
         for name in list(os.environ):
             # What a launcher around this test run left must not reach the launcher under test.
             if name.startswith(("PET_", "TORCHELASTIC_", "HOLDFAST_", "SLURM_")) and name not in (TEST_ID,):

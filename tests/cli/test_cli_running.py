@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.cli import main
 from holdfast.cli.doctor import markdown, masked, variables
+from holdfast.extensions.load.messages import NodeLoad
 from holdfast.extensions.status import command as status
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
@@ -22,6 +24,7 @@ from holdfast.protocol.ranks_text import ranks_of
 from holdfast.runtime import running
 from holdfast.runtime.agent_service import write_reports
 from holdfast.runtime.running import RunningAgent
+from tests.support.documents import checked
 
 VIEW = {
     "run_id": "bert",
@@ -129,7 +132,7 @@ def test_status_says_which_step_survives_the_loss_of_a_node(pretend: Pretend, tm
     (tmp_path / "runs" / "bert_one" / "events.jsonl").write_text("".join(lines))
     told = said(capsys, "status", code=0)
     assert told.endswith("\n\nif a node is lost now, training goes on from step 4\n")
-    assert json.loads(said(capsys, "status", "--json", code=0))["copies"]["survivable_step"] == 4
+    assert checked("status", said(capsys, "status", "--json", code=0))["copies"]["survivable_step"] == 4
 
 
 # --- which run --------------------------------------------------------------------------------------------------------
@@ -157,14 +160,14 @@ def test_status_of_several_jobs_is_a_table(pretend: Pretend, capsys) -> None:
     assert "train.py" in first
     assert "running, effective training time 50% of 10 s" in first
     assert second.split()[0] == "gpt_two", "one that does not answer is listed too"
-    jobs = json.loads(said(capsys, "status", "--json", code=0))["jobs"]
+    jobs = checked("status", said(capsys, "status", "--json", code=0))["jobs"]
     assert [job["job"]["phase"] for job in jobs[:1]] == ["running"]
     assert jobs[1]["why"]
     assert "name one of them" in said(capsys, "status", "--watch", code=2)
 
 
 def test_figures_of_extensions_are_in_the_json_among_the_others(pretend: Pretend, capsys) -> None:
-    load = {"cores": 8, "cpu_percent": 50}
+    load = json.loads(msgspec.json.encode(NodeLoad(8, 50, 1, 2, 3, 4, 5, 6)))
     rank = {
         "rank": 0,
         "local_rank": 0,
@@ -177,7 +180,7 @@ def test_figures_of_extensions_are_in_the_json_among_the_others(pretend: Pretend
     }
     node = {"member": "a#1", "host": "a", "group_rank": 0, "state": "running", "heard_s": 0.1, "ranks": [rank]}
     pretend("bert_one", status=reply({**VIEW, "world_size": 1, "nodes": [{**node, "more": {"load": load}}]}))
-    (told,) = json.loads(said(capsys, "status", "--json", code=0))["nodes"]
+    (told,) = checked("status", said(capsys, "status", "--json", code=0))["nodes"]
     assert (told["load"], "more" in told) == (load, False)
     assert told["ranks"][0]["pid"] == 7
 
@@ -188,7 +191,7 @@ def test_figures_of_extensions_are_in_the_json_among_the_others(pretend: Pretend
 def test_an_error_with_json_is_json(line: str, pretend: Pretend, capsys) -> None:
     assert main([*line.split(), "--json"]) == 2
     out, err = capsys.readouterr()
-    error = json.loads(out)["error"]
+    error = checked(line.split(maxsplit=1)[0], out)["error"]
     assert err == f"holdfast: {error['code']}: {error['message']}\n"
     assert error["exit_code"] == 2
 
@@ -261,7 +264,7 @@ def test_status_of_an_ended_run_is_its_last_screen(pretend: Pretend, tmp_path: P
         assert "rank 1 (local 1, pid 7) on b, exit code 1" in text
         assert "holdfast logs brave-otter --rank 1" in text
         assert text.endswith("ValueError: bad batch\n")
-    told = json.loads(said(capsys, "status", "--json", code=0))
+    told = checked("status", said(capsys, "status", "--json", code=0))
     assert (told["ended"], told["exit_code"], told["verdict"]["culprit"]["rank"]) == (True, 1, 1)
 
 
@@ -314,9 +317,19 @@ def test_the_next_agent_of_the_job_is_asked_when_one_has_just_ended(pretend: Pre
     assert "run bert" in said(capsys, "status", code=0)
 
 
+def test_orders_about_hosts_and_saving_as_json(pretend: Pretend, capsys) -> None:
+    answer = reply({"nodes": 1})
+    pretend("bert_one", drain=answer, exclude=answer, readmit=answer, save=answer)
+    sent = {"run": "bert_one", "nodes": 1}
+    assert checked("save", said(capsys, "save", "--json", code=0)) == sent
+    assert checked("drain", said(capsys, "drain", "b", "--json", code=0)) == {**sent, "host": "b"}
+    assert checked("exclude", said(capsys, "exclude", "b", "--json", code=0)) == {**sent, "host": "b"}
+    assert checked("readmit", said(capsys, "readmit", "b", "--json", code=0)) == {**sent, "host": "b"}
+
+
 def test_json_says_whether_it_is_the_whole(pretend: Pretend, capsys) -> None:
     pretend("bert_one", status=reply(VIEW, whole=False))
-    told = json.loads(said(capsys, "status", "--json", code=0))
+    told = checked("status", said(capsys, "status", "--json", code=0))
     assert (told["whole"], told["run_id"], told["nodes"]) == (False, "bert", [])
 
 
@@ -328,7 +341,7 @@ def test_stop_waits_and_says_how_it_ended(pretend: Pretend, capsys) -> None:
         "bert_one has ended: preempted, exit code 75 (preempted by holdfast stop on a)",
     ]
     assert set(agent.asked) == {"stop", None}
-    assert json.loads(said(capsys, "stop", "--json", code=0))["exit_code"] == 75
+    assert checked("stop", said(capsys, "stop", "--json", code=0))["exit_code"] == 75
 
 
 def test_stop_need_not_wait(pretend: Pretend, capsys) -> None:
@@ -414,7 +427,7 @@ def test_logs_of_one_rank_of_an_older_generation(ended: Path, capsys) -> None:
 
 def test_logs_as_json_and_by_pattern(ended: Path, capsys) -> None:
     text = said(capsys, "logs", str(ended), "--grep", "^warn", "--rank", "1", "--json", code=0)
-    (told,) = map(json.loads, text.splitlines())
+    (told,) = (checked("logs", each) for each in text.splitlines())
     assert told == {"rank": 1, "stream": "stderr", "generation": 3, "line": "warning \N{REPLACEMENT CHARACTER}"}
 
 
@@ -447,8 +460,8 @@ def test_env_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("### Software\n| | |\n|---|---|\n| holdfast | ")
     for part in ("| Python |", "### Machine", "| kernel |", "| memory |", "### Network", "| open files |"):
         assert part in text
-    told = json.loads(said(capsys, "env", "--json", code=0))
-    assert set(told) == {"Software", "Machine", "GPUs", "Network", "Limits (soft / hard)", "Variables"}
+    told = checked("env", said(capsys, "env", "--json", code=0))
+    assert set(told["sections"]) == {"Software", "Machine", "GPUs", "Network", "Limits (soft / hard)", "Variables"}
 
 
 def test_env_masks_what_is_secret() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.version import __version__
 from tests.compatibility.record import RECORDED, SNAPSHOT_ITEMS
+from tests.support.documents import checked
 from tests.train.snapshots import saves
 
 VERSIONS = sorted(path.name for path in RECORDED.iterdir())
@@ -27,7 +27,7 @@ def test_a_run_folder_is_reported(version: str, capsys: pytest.CaptureFixture[st
     assert "the loss is nan" in shown
     assert "rank 1 on node0" in shown
     assert main(["report", "--json", str(RECORDED / version / "run")]) == 0
-    assert json.loads(capsys.readouterr().out)
+    assert checked("report", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

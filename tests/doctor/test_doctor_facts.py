@@ -30,6 +30,7 @@ from holdfast.doctor.facts import (
 )
 from holdfast.linux import GroupLimits, default_interface
 from holdfast.protocol.options import Endpoint
+from tests.support.documents import checked
 
 GIB = 2**30
 
@@ -254,7 +255,7 @@ async def test_all_facts_of_this_machine_are_gathered(tmp_path: Path, fake_torch
 
 def told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, object]]:
     code = main(["doctor", "--json", *argv])
-    return code, json.loads(capsys.readouterr().out)
+    return code, checked("doctor", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def probe(
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict):
-        keys = sorted((one.keys() | other.keys()) - {"HOLDFAST_JOB_UID"})  # of two jobs
+        keys = sorted((one.keys() | other.keys()) - {"HOLDFAST_JOB_UID", "HOLDFAST_RUN_ID"})  # of two jobs
         return [line for key in keys for line in differences(one.get(key), other.get(key), f"{name}.{key}")]
     return [] if one == other else [f"{name}: exec {one!r}, forked {other!r}"]
 

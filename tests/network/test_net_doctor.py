@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.network.hosts import PretendHosts, Program, why_not
+from tests.support.documents import checked
 from tests.support.limits import limit_s, until
 
 END_S_MAX = 60.0
@@ -82,7 +82,7 @@ class Consultation:
         until(lambda: not program.running, lambda: f"node{number}'s doctor to end: {self.errors(number)}", END_S_MAX)
         code = program.wait(limit_s(1.0))
         try:
-            told: dict[str, Any] = json.loads((self.folder / f"node{number}.json").read_text())
+            told: dict[str, Any] = checked("doctor", (self.folder / f"node{number}.json").read_text())
         except ValueError:
             pytest.fail(f"node{number}'s doctor ended with {code}: {self.errors(number)}")
         assert told["exit_code"] == code

@@ -22,6 +22,7 @@ from holdfast import cli
 from tests.conftest import alive as is_alive
 from tests.conftest import descendants
 from tests.processes.agent_server import AgentServer, can_be_forked
+from tests.support.documents import checked
 from tests.support.limits import limit_s as scaled
 from tests.support.limits import until
 
@@ -130,7 +131,7 @@ def told(*args: str | Path) -> Any:
     """What such a command prints with --json."""
     done = holdfast(*args, "--json")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return checked(str(args[0]), done.stdout)
 
 
 def children(pid: int) -> list[int]:

@@ -18,6 +18,7 @@ import pytest
 
 from holdfast.runtime.running import reachable
 from tests.processes.conftest import Agent, JobFolder, c10d, coordinators_first, holdfast, is_alive, told
+from tests.support.documents import checked
 from tests.support.limits import limit_s, until
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -330,11 +331,11 @@ def test_watch_goes_on_until_the_job_ends(job_folder: JobFolder) -> None:
     agent = job(job_folder, HOLD)
     with beside("status", "--watch", "0.1", "--json") as watching:
         first, second = watching.stdout.readline(), watching.stdout.readline()
-        assert json.loads(first)["time"] < json.loads(second)["time"]
+        assert checked("status", first)["time"] < checked("status", second)["time"]
         kill(agent)
         rest, err = watching.communicate(timeout=COMMAND_S)
     assert watching.returncode == 0, err
-    assert all(json.loads(each)["run_id"] for each in rest.splitlines())
+    assert all(checked("status", each)["run_id"] for each in rest.splitlines())
 
 
 def test_ctrl_c_leaves_a_watch_cleanly(job_folder: JobFolder) -> None:

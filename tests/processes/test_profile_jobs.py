@@ -15,6 +15,7 @@ from tests.processes.conftest import Agent, JobFolder, SmallDisk, holdfast, told
 from tests.processes.test_control_jobs import beside, entries, refused
 from tests.processes.test_dashboard_jobs import place, visitor
 from tests.processes.test_hang_jobs import SCRIPTS
+from tests.support.documents import checked
 from tests.support.limits import limit_s, until
 
 pytestmark = [
@@ -56,7 +57,7 @@ def begun(job_folder: JobFolder, script: str, count: int, *args: str | Path, **m
 def why(done: Any) -> str:
     """Of the only rank that was asked for and not profiled."""
     assert done.returncode == 1, done.stderr
-    (rank,) = json.loads(done.stdout)["ranks"]
+    (rank,) = checked("profile", done.stdout)["ranks"]
     return str(rank["why"])
 
 

@@ -49,7 +49,7 @@ def test_ranks_have_no_gap_where_a_local_rank_is_missing() -> None:
     assert [found[name] for name in names] == ["11", "3", "2", "5"]
 
 
-def test_every_variable_of_torchrun() -> None:
+def test_every_variable() -> None:
     assert environment() == {
         "RANK": "11",
         "LOCAL_RANK": "1",
@@ -64,6 +64,7 @@ def test_every_variable_of_torchrun() -> None:
         "MASTER_ADDR": "10.0.0.7",
         "MASTER_PORT": "41234",
         "TORCHELASTIC_RUN_ID": "job-1",
+        "HOLDFAST_RUN_ID": "job-1",
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "5",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -105,3 +106,21 @@ def test_too_few_devices(visible: str) -> None:
 
 def test_no_variable_of_rocms_is_made_where_there_was_none() -> None:
     assert "HIP_VISIBLE_DEVICES" not in environment(virtual_local_rank=True)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "parent", "wanted"),
+    [
+        ("bert", {}, "bert"),
+        ("bert", {"HOLDFAST_RUN_ID": "mine"}, "mine"),
+        ("none", {"HOLDFAST_RUN_ID": "mine"}, "mine"),
+        ("none", {}, None),
+    ],
+)
+def test_the_id_for_loggers_is_the_users_else_the_jobs_own(
+    run_id: str, parent: dict[str, str], wanted: str | None
+) -> None:
+    given = options()
+    given = structs.replace(given, job=structs.replace(given.job, run_id=run_id))
+    found = worker_environment(given, ASSIGN, START, 0, error_file="", parent=parent)
+    assert found.get("HOLDFAST_RUN_ID") == wanted

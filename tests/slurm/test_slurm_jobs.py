@@ -208,3 +208,31 @@ def test_workers_get_the_default_back(job_folder: JobFolder) -> None:
     job_folder.wait(1, "up")
     agent.signal(signal.SIGUSR1)
     assert agent.end() == 128 + signal.SIGUSR1, agent.text
+
+
+def test_a_chain_goes_on_until_the_training_is_done(jobs: Jobs) -> None:
+    """The first job saves and leaves with 75, the second ends the training, the third is cancelled."""
+    jobs.script(
+        UNTIL_TOLD
+        + """
+from holdfast.worker import should_stop
+meet()
+should_stop()
+first = not os.path.exists("saved")
+note("up in the chain", first=first, id=os.environ["HOLDFAST_RUN_ID"])
+while first:
+    time.sleep(0.02)
+    if should_stop():
+        open("saved", "w"); sys.exit(0)
+"""
+    )
+    jobs.submit("-N1", "--exclusive", "--signal=USR1@30", "--chain", "3")
+    jobs.wait(1, "up in the chain")
+    numbers = jobs.cluster.call("squeue", "--noheader", "--format=%i", "--sort=i").split()
+    assert len(numbers) == 3
+    jobs.cluster.call("scancel", "--signal=USR1", numbers[0])
+    jobs.wait(2, "up in the chain")
+    assert [jobs.ended(number) for number in numbers] == ["FAILED", "COMPLETED", "CANCELLED"], jobs.told(numbers[1])
+    assert [each["first"] for each in jobs.trail("up in the chain")] == [True, False]
+    (run_id,) = {each["id"] for each in jobs.trail("up in the chain")}
+    assert run_id.startswith("train-"), "both have one id for loggers"

@@ -148,3 +148,60 @@ def test_what_sbatch_refuses_is_said(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(CallerError, match="invalid partition"):
         submit.submit(Path("train.sbatch"))
+
+
+# --- chains -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "cancelled"), [(0, True), (1, True), (2, True), (75, False), (93, True), (143, False)]
+)
+def test_which_end_of_a_job_ends_its_chain(folder: Path, code: int, cancelled: bool) -> None:
+    """With a squeue that knows a job of this chain, one of another chain, and one with no comment."""
+    batch = read("--chain 3 --time 60 train.py").batch._replace(command=("sh", "-c", f"exit {code}"))
+    program(folder / "squeue", f"printf '8 {batch.chain}\\n9 {batch.chain}0\\n10 (null)\\n'")
+    program(folder / "scancel", f'echo "$@" >> {folder}/asked')
+    (folder / "x.sbatch").write_text(batch_script(batch))
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    assert subprocess.run(["bash", "x.sbatch"], env=environ, timeout=limit_s(20)).returncode == code
+    asked = (folder / "asked").read_text() if (folder / "asked").exists() else ""
+    assert asked == ("8\n" if cancelled else "")
+
+
+def test_a_chain_is_submitted_in_order_and_none_of_its_jobs_is_requeued(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(folder / "sbatch", f'echo "$@" >> {folder}/asked\nwc -l < {folder}/asked')
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert main(["submit", "--slurm", "--chain=3", "train.py"]) == 0
+    asked = (folder / "asked").read_text().splitlines()
+    assert [line.split()[1:-1] for line in asked] == [[], ["--dependency=afterany:1"], ["--dependency=afterany:2"]]
+    text = Path("train.sbatch").read_text()
+    assert "#SBATCH --no-requeue" in text
+    assert "scontrol requeue" not in text
+    assert "stop it with: scancel 1 2 3" in capsys.readouterr().err
+
+
+def test_a_chain_that_is_refused_in_the_middle_names_its_first_jobs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(folder / "sbatch", f"echo >> {folder}/asked\n[ $(wc -l < {folder}/asked) -lt 3 ] && wc -l < {folder}/asked")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    with pytest.raises(CallerError, match="the chain's first jobs are submitted: scancel 1 2"):
+        submit.submit_chain(Path("train.sbatch"), 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--chain 0 train.py", "must be a number of jobs"),
+        ("--chain x train.py", "must be a number of jobs"),
+        ("--chain", "must be a number of jobs"),
+        ("--chain 2 --array=0-3 train.py", "a chain of its own"),
+        ("--chain 2 --comment mine train.py", "known by it"),
+        ("--chain 2 --requeue train.py", "goes on instead"),
+    ],
+)
+def test_what_cannot_be_a_chain_is_said(line: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read(line)

@@ -23,6 +23,9 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 EXIT_NOT_WRITTEN = 1
+JSON_SCHEMA = 1
+"""The version of everything that `--json` prints: `schema` in each document. docs/schemas has the schemas. A field that
+is removed, or changes its meaning, makes it larger; a new field does not."""
 
 COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
@@ -35,6 +38,7 @@ COMMANDS = {
     "report": "show how a run used its time: starts, training, lost work; also as a page with pictures",
     "token": "print a new random job token, for HOLDFAST_TOKEN or a token_file",
     "env": "describe this machine and its software, to paste into an issue",
+    "config": "show the options that a run would get, and where each value comes from; a schema for editors",
     "completion": "print a completion script for bash, zsh, fish or tcsh",
     "shim": "write a torchrun command that calls holdfast run, for tools that call torchrun by its name",
     "witness": "vote for jobs whose coordinator is lost: two nodes and a witness survive the loss of one",
@@ -43,9 +47,12 @@ COMMANDS = {
 """Sub-commands and what they do. Each is `main(argv) -> int` of the module of its name, unless SHARED or an extension
 has it."""
 
+TAKE_A_SCRIPT = ("run", "launch", "submit", "doctor", "config")
+"""Commands whose line may end with a script and its arguments."""
 SHARED = {
     "launch": ("run", "main_launch"),
     "remote": ("run", "main_remote"),
+    "config": ("config_command", "main_config"),
     "env": ("doctor", "main_env"),
     "explain": ("report", "main_explain"),
     "token": ("shim", "main_token"),
@@ -173,10 +180,10 @@ def run_command(command: str, rest: list[str]) -> int:
 
 def wants_json(command: str, rest: list[str]) -> bool:
     """Whether the output is for a program. What follows the script belongs to the script."""
-    if command in ("run", "launch"):
-        before = rest[: rest.index("--")] if "--" in rest else rest
-        return "--plan" in before and "--json" in before
-    return "--json" in rest
+    if command not in TAKE_A_SCRIPT:
+        return "--json" in rest
+    before = rest[: rest.index("--")] if "--" in rest else rest
+    return "--json" in before and ("--plan" in before or command not in ("run", "launch"))
 
 
 def print_error(error: HoldfastError) -> None:
@@ -184,7 +191,7 @@ def print_error(error: HoldfastError) -> None:
     import json
 
     about = {"code": error.code, "message": str(error), "exit_code": error.exit_code}
-    print(json.dumps({"error": about}), flush=True)
+    print(json.dumps({"schema": JSON_SCHEMA, "error": about}), flush=True)
 
 
 def nobody_reads() -> bool:

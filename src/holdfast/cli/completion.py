@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from holdfast.cli import COMMANDS, function_of
-from holdfast.cli.option_table import FLAG, TABLES, Option
+from holdfast.cli.option_table import FLAG, OPTIONS, TABLES, Option
 from holdfast.protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ KNOWN_VALUES = {
 }
 """Common values of options that take other values as well."""
 USAGE = """\
-usage: holdfast completion bash|zsh|fish|tcsh
+usage: holdfast completion bash|zsh|fish|tcsh [--json]
 
 Prints a script that completes holdfast's commands, options and values:
 
@@ -39,6 +39,16 @@ Prints a script that completes holdfast's commands, options and values:
   zsh   source <(holdfast completion zsh)         in ~/.zshrc, after compinit
   fish  holdfast completion fish | source         in ~/.config/fish/config.fish
   tcsh  holdfast completion tcsh > ~/.holdfast.tcsh; source ~/.holdfast.tcsh"""
+
+
+class Script(TypedDict):
+    """A completion script."""
+
+    shell: str
+    script: str
+
+
+JSON_FORMS = {"completion": ((Script,),)}
 
 
 class KnownOption(NamedTuple):
@@ -68,21 +78,30 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) in (["-h"], ["--help"]):
         print(USAGE)
         return 0
-    if len(argv) != 1 or argv[0] not in SHELLS:
+    shells = [word for word in argv if word != "--json"]
+    if len(shells) != 1 or shells[0] not in SHELLS:
         raise UsageError(f"holdfast completion: no shell given; write one of {', '.join(SHELLS)}")
     scripts = {"bash": bash, "zsh": zsh, "fish": fish, "tcsh": tcsh}
-    sys.stdout.write(scripts[argv[0]](commands()))
+    script = scripts[shells[0]](commands())
+    if len(argv) > len(shells):
+        from holdfast.cli.printing import print_json
+
+        print_json(Script(shell=shells[0], script=script))
+    else:
+        sys.stdout.write(script)
     return 0
 
 
 def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
-    from holdfast.cli import doctor, submit, submit_k8s
+    from holdfast.cli import config_command, doctor, submit, submit_k8s
     from holdfast.diagnosis.reference import explanations
 
     sbatch = [KnownOption(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
     sbatch += [KnownOption(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
     sbatch.append(KnownOption(("--no-follow",), "submit, and do not follow the log"))
+    sbatch.append(KnownOption(("--json",), "print JSON"))
+    sbatch.append(KnownOption((submit.CHAIN,), "so many jobs, one after the other", takes_value=True))
     submitting = [
         KnownOption(("--slurm",), "to Slurm"),
         KnownOption(("--k8s",), "to Kubernetes"),
@@ -90,14 +109,15 @@ def commands() -> list[Command]:
         *sbatch,
     ]
     tables = {**{name: options_of(table) for name, table in TABLES.items()}, "doctor": options_of(doctor.TABLE)}
+    tables["config"] = options_of(OPTIONS)
     tables["submit"] = once(submitting)
     found = []
     for name, text in COMMANDS.items():
         parser = parser_of(name)
         if name in tables:
-            found.append(Command(name, text, tables[name], SCRIPT))
+            found.append(Command(name, text, tables[name], SCRIPT, config_command.WAYS if name == "config" else ()))
         elif parser is None:  # this command itself
-            found.append(Command(name, text, (), NOTHING, SHELLS))
+            found.append(Command(name, text, (KnownOption(("--json",), "print JSON"),), NOTHING, SHELLS))
         elif name == "explain":
             found.append(Command(name, text, options_of_parser(parser), NOTHING, tuple(sorted(explanations()))))
         else:

@@ -1,5 +1,5 @@
-"""Reads the configuration file: the nearest holdfast.toml, or pyproject.toml with [tool.holdfast], from the working
-folder upwards.
+"""Reads the configuration files: the project's (the nearest holdfast.toml, or pyproject.toml with [tool.holdfast], from
+the working folder upwards) and the user's (~/.config/holdfast/holdfast.toml).
 
 Keys are the long names of options, values are TOML's own types; resolve.py validates values, as for flags. Standard
 library only.
@@ -62,11 +62,6 @@ class ReadFile(NamedTuple):
     text: str
     status: os.stat_result
     """Owner, group and mode of the opened file."""
-
-
-def read(path: str) -> dict[str, Setting]:
-    """All settings of a file that the user named. Raises ConfigFileError."""
-    return settings(read_file(path))
 
 
 def settings(file: ReadFile) -> dict[str, Setting]:
@@ -292,7 +287,20 @@ def user_name(uid: int) -> str:
 
 
 def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Configured:
-    """The settings of the file that --config and --no-config select. Raises UsageError, ConfigFileError."""
+    """The settings of the files that --config and --no-config select; those of the project's file count more than the
+    user's. Raises UsageError, ConfigFileError."""
+    found: dict[str, Setting] = {}
+    for file in files(given, sources):
+        in_file = settings(file)
+        if file.path != given["config"]:
+            check_owner(file, in_file)
+        found = {**in_file, **found}
+    return found
+
+
+def files(given: Mapping[str, object], sources: Mapping[str, str]) -> list[ReadFile]:
+    """The files that --config and --no-config select: the project's, or the one that is named instead of it, and then
+    the user's. Raises UsageError, ConfigFileError."""
     path, no_file = str(given["config"]), given["no_config"]
     if path and no_file:
         by_flag = [sources[dest] == FROM_FLAG for dest in ("config", "no_config")]
@@ -300,21 +308,22 @@ def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Config
             raise UsageError(f"--config {path} and --no-config exclude each other")
         no_file = by_flag[1]  # the line takes precedence over a variable
     if no_file:
-        return {}
-    if path:
-        return read(path)
-    return nearest()
+        return []
+    project = path or next(filter(is_about_us, candidates()), "")
+    user = user_path()
+    # The user's file may be the nearest one, or the one that is named.
+    same = project and user and os.path.realpath(project) == os.path.realpath(user)
+    return [read_file(each) for each in (project, "" if same else user) if each]
 
 
-def nearest() -> Configured:
-    """The settings of the first file with our options from the working folder up to the repository's root."""
-    for path in candidates():
-        if os.path.basename(path) == OWN_FILE or is_about_us(path):
-            file = read_file(path)
-            found = settings(file)
-            check_owner(file, found)
-            return found
-    return {}
+def user_path() -> str:
+    """The user's file; empty: there is none. XDG_CONFIG_HOME counts only if it is absolute, as its rules say."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(base):
+        home = os.path.expanduser("~")
+        base = os.path.join(home, ".config") if os.path.isabs(home) else ""
+    path = os.path.join(base, OURS, OWN_FILE)
+    return path if base and os.path.isfile(path) else ""
 
 
 def candidates() -> Iterator[str]:
@@ -351,7 +360,10 @@ def is_planted(path: str, folder: str) -> bool:
 
 
 def is_about_us(path: str) -> bool:
-    """Whether a pyproject.toml has our table. Raises ConfigFileError for one that mentions us and is not TOML."""
+    """Whether the file is our own, or has our table. Raises ConfigFileError for one that mentions us and is not
+    TOML."""
+    if os.path.basename(path) == OWN_FILE:
+        return True
     try:
         text = read_file(path).text
     except ConfigFileError:  # it cannot be read, so it is not ours

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import psutil
 
@@ -263,18 +263,36 @@ LIMITS = {
 }
 GIB = 2**30
 
+VERSIONS = "versions"
+"""The section of --short."""
+
 Facts = dict[str, str]
+
+
+class Described(TypedDict):
+    """This machine and its software."""
+
+    sections: dict[str, Facts]
+    """Facts by name, by section."""
+
+
+JSON_FORMS = {"env": ((Described,),)}
+"""The doctor's is in the package doctor."""
 
 
 def main_env(argv: Sequence[str]) -> int:
     """Run `holdfast env` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = env_parser().parse_args(argv)
     if chosen.short:
-        print("\n".join(version_lines()))
+        facts = version_facts()
+        if chosen.json:
+            print_json(Described(sections={VERSIONS: facts}))
+        else:
+            print("\n".join(f"{name} {value}" for name, value in facts.items()))
         return 0
     sections = {title: gather() for title, gather in SECTIONS.items()}
     if chosen.json:
-        print_json(sections)
+        print_json(Described(sections=sections))
     else:
         print(markdown(sections))
     return 0
@@ -334,15 +352,15 @@ def commit() -> str:
     return output(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]).strip() or UNKNOWN
 
 
-def version_lines() -> list[str]:
+def version_facts() -> Facts:
     """The minimal facts for an issue; also printed by `holdfast --version --verbose`."""
-    facts = {"commit": commit(), "Python": platform.python_version()}
+    facts = {"holdfast": __version__, "commit": commit(), "Python": platform.python_version()}
     try:
         facts["torch"] = metadata.version("torch")
     except metadata.PackageNotFoundError:
         facts["torch"] = "not installed beside holdfast"
     facts["kernel"] = f"{platform.system()} {platform.release()}"
-    return [f"holdfast {__version__}", *(f"{name} {value}" for name, value in facts.items())]
+    return facts
 
 
 def torch_build() -> Facts:

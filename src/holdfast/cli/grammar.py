@@ -30,7 +30,7 @@ VARIABLE_PREFIXES = ("PET_", "HOLDFAST_")
 
 OTHER_VARIABLES = frozenset(
     f"HOLDFAST_{name}"
-    for name in ("TOKEN", "RUNTIME_DIR", "SLURM_CHECK_S", "GUARDS", "BOARD", "SAVER", "STORE_FULL_TORCH")
+    for name in ("TOKEN", "RUN_ID", "RUNTIME_DIR", "SLURM_CHECK_S", "GUARDS", "BOARD", "SAVER", "STORE_FULL_TORCH")
 )
 """Variables that are read and belong to no option."""
 OURS_ONLY = frozenset(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import select
@@ -16,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from holdfast.cli import say
-from holdfast.cli.printing import Parser
+from holdfast.cli.printing import Parser, print_json
 from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
 from holdfast.protocol.ranks_text import ranks_of
@@ -32,6 +31,19 @@ from holdfast.supervisor.log_tail import ChangeWatch
 CHUNK_BYTES = 256 * 1024
 POLL_S = 1.0
 """Interval for files whose changes the kernel does not report (network folders), while following."""
+
+
+class LineData(TypedDict):
+    """One line of output."""
+
+    rank: int
+    stream: str
+    """The stream: `stdout` or `stderr`."""
+    generation: int
+    line: str
+
+
+JSON_FORMS = {"logs": ((LineData,),)}
 
 
 class LogLine(NamedTuple):
@@ -134,8 +146,7 @@ def print_line(line: LogLine, *, as_json: bool, alone: bool) -> None:
     """Print the line with the rank in front, unless there is only one rank."""
     file, text = line
     if as_json:
-        fields = {"rank": file.rank, "stream": file.stream, "generation": file.generation, "line": text}
-        print(json.dumps(fields))
+        print_json(LineData(rank=file.rank, stream=file.stream, generation=file.generation, line=text), indent=None)
     else:
         print(text if alone else f"{file.rank}| {text}")
 

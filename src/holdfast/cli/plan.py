@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from signal import Signals
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
 from holdfast.cli.option_table import LAUNCH_OPTIONS, flag_of
@@ -36,6 +36,60 @@ PASSWORD = re.compile(r"(?<=password=)[^,]*")
 IN_URL = re.compile(r"(?<=://)[^/@\s,]*@")
 VALUE_COLUMNS_MAX = 40
 """Width of the column of values."""
+
+
+class WorkerPlan(TypedDict):
+    """A worker of this node."""
+
+    local_rank: int
+    command: str
+    environment: dict[str, str]
+    """Variables of this worker alone."""
+
+
+class OptionValue(TypedDict):
+    """One option of `holdfast run`."""
+
+    name: str
+    value: str
+    """The value as on the command line; `-` for none. Passwords are masked."""
+    source: str
+    """`command line`, the name of a variable, file and line, `the Slurm step` or `default`."""
+
+
+class PlanData(TypedDict):
+    """What would run where. Texts are for people, as in the output without --json."""
+
+    not_default: str
+    job: str
+    nodes: str
+    slurm: NotRequired[str]
+    rendezvous: str
+    coordinator: str
+    survives: str
+    token: str
+    workers_here: str
+    threads: str
+    compilers: str
+    preload: str
+    standby: str
+    stop: str
+    drain: str
+    hang: str
+    logs: str
+    watched: NotRequired[str]
+    notices: list[str]
+    environment: dict[str, str]
+    """Variables of all workers here."""
+    workers: list[WorkerPlan]
+    options: list[OptionValue]
+
+
+JSON_FORMS = dict.fromkeys(("run", "launch"), ((PlanData,),))
+
+
+def option_values(parsed: Parsed) -> list[OptionValue]:
+    return [OptionValue(name=name, value=value, source=source) for name, value, source in option_rows(parsed)]
 
 
 def option_rows(parsed: Parsed) -> list[tuple[str, str, str]]:
@@ -128,7 +182,7 @@ def document(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
             {"local_rank": local_rank, "command": command_text(options, local_rank), "environment": variables}
             for local_rank, variables in enumerate(own)
         ],
-        "options": [{"name": name, "value": value, "source": source} for name, value, source in option_rows(parsed)],
+        "options": option_values(parsed),
     }
 
 
@@ -326,4 +380,6 @@ def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str],
         known |= {"GROUP_RANK", "NODE_RANK"}
     variables.update(dict.fromkeys(set(BY_RENDEZVOUS) - known, ASSIGNED))
     variables["TORCHELASTIC_RUN_ID"] = job_id
+    if "HOLDFAST_RUN_ID" in variables and not environ.get("HOLDFAST_RUN_ID"):
+        variables["HOLDFAST_RUN_ID"] = job_id
     return variables

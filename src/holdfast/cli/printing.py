@@ -1,12 +1,18 @@
-"""Helpers of the commands other than run and launch: a parser that fails as holdfast does, tables, JSON."""
+"""Helpers of the commands other than run and launch: a parser that fails as holdfast does, tables, JSON.
+
+A command's module describes what its `--json` prints in JSON_FORMS: the forms of its document, and of each form the
+types whose fields it has, together. tools/json_schemas.py makes docs/schemas of them, and tests hold outputs against
+these.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypedDict
 
+from holdfast.cli import JSON_SCHEMA
 from holdfast.protocol.errors import UsageError
 
 
@@ -50,6 +56,27 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(each, widths, strict=True)).rstrip())
 
 
-def print_json(value: object) -> None:
-    """Print one JSON document."""
-    print(json.dumps(value, indent=1))
+def print_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:
+    """Print one JSON document, with the version of its schema. `indent` None: as one line."""
+    print(json.dumps({"schema": JSON_SCHEMA, **document}, indent=indent), flush=indent is None)
+
+
+class Whole(TypedDict):
+    """Part of an answer."""
+
+    whole: bool
+    """False: the coordinator does not answer, and only one node is in the answer."""
+
+
+class AboutRun(TypedDict):
+    """Part of an answer about a running job."""
+
+    run: str
+    """The name of its run folder."""
+
+
+class SentToNodes(AboutRun):
+    """An order was passed on."""
+
+    nodes: int
+    """Number of nodes that got it."""

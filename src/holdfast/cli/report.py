@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from msgspec.structs import asdict
 
@@ -26,14 +26,32 @@ from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Su
 from holdfast.diagnosis.reference import Explanation, explanations, headings, nearest_codes, normal_code, search
 from holdfast.protocol.errors import UsageError
 from holdfast.run_folder import default_log_dir
-from holdfast.runs.copies_report import copies_of
+from holdfast.runs.copies_report import CopiesData, ResumedData, copies_of
 from holdfast.runs.finding import newest_ended, run_folders, screen_of
-from holdfast.runs.history_data import as_json, history_as_json
+from holdfast.runs.history_data import CourseData, HistoryData, as_json, history_as_json
 from holdfast.runs.journal_reader import first_outcome, read_journal
 from holdfast.text import duration, plural
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
 MIB = 2**20
+
+
+class Uses(TypedDict):
+    """Part of the report."""
+
+    history: HistoryData | None
+    """null: no generation was started on these nodes."""
+    copies: CopiesData | None
+    """CopiesData of states in memory on other nodes; null: there were none."""
+
+
+class Explained(TypedDict):
+    """The codes that were asked for."""
+
+    codes: list[Explanation]
+
+
+JSON_FORMS = {"report": ((CourseData, Uses),), "explain": ((Explained,),)}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,7 +155,7 @@ def print_report(course: Timeline, past: History | None = None) -> None:
         print_table([*rows, *(row(each) for each in course.generations)])
 
 
-def print_copies(copies: dict[str, Any] | None, course: Timeline) -> None:
+def print_copies(copies: CopiesData | None, course: Timeline) -> None:
     if copies is None:
         return
     text = f"copies on other nodes: {plural(copies['sent'], 'state')} sent ({copies['sent_bytes'] / MIB:.0f} MiB)"
@@ -153,7 +171,7 @@ def print_copies(copies: dict[str, Any] | None, course: Timeline) -> None:
         print(resumed_text(each, why.get(each["generation"], "")))
 
 
-def resumed_text(fetched: dict[str, Any], why: str) -> str:
+def resumed_text(fetched: ResumedData, why: str) -> str:
     """A line about a generation that began from copies.
 
     >>> resumed_text({"generation": 2, "step": 40, "states": 2, "slowest_s": 1.25}, "node b was lost")
@@ -164,7 +182,7 @@ def resumed_text(fetched: dict[str, Any], why: str) -> str:
     return f"{begun}: resumed from copies on other nodes at step {fetched['step']}; {fetch}"
 
 
-def safe_text(copies: dict[str, Any]) -> str:
+def safe_text(copies: CopiesData) -> str:
     """A line about the step from which training would go on.
 
     >>> safe_text({"survivable_step": 40, "skipped_since": 2})
@@ -205,7 +223,7 @@ def main_explain(argv: Sequence[str]) -> int:
         return show_found(found, as_json=chosen.json)
     wanted = [explanation_of(code, known) for code in chosen.codes] or list(known.values())
     if chosen.json:
-        print_json([asdict(each) for each in wanted])
+        print_json({"codes": [asdict(each) for each in wanted]})
     elif chosen.codes:
         print("\n\n".join(explained(each) for each in wanted))
     else:
@@ -220,7 +238,7 @@ def main_explain(argv: Sequence[str]) -> int:
 def show_found(found: list[Explanation], *, as_json: bool) -> int:
     """Print the results of a search: a single one in full."""
     if as_json:
-        print_json([asdict(each) for each in found])
+        print_json({"codes": [asdict(each) for each in found]})
     elif len(found) == 1:
         print(explained(found[0]))
     else:

@@ -320,9 +320,9 @@ def show_plan(parsed: Parsed) -> int:
 
     resolution = resolve_all(parsed, os.environ)
     if parsed.values.json:
-        import json
+        from holdfast.cli.printing import print_json
 
-        print(json.dumps(document(parsed, resolution, os.environ), indent=1))
+        print_json(document(parsed, resolution, os.environ))
         return 0
     text = render(parsed, resolution, os.environ)
     print(text.encode(errors="surrogateescape").decode(errors="replace"))  # file names need not be UTF-8

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from holdfast import own_folders
 from holdfast.cli import main as holdfast_main
@@ -40,9 +40,25 @@ if __name__ == "__main__":
 TORCHS_OWN = "torch.distributed.run"
 
 
+class ShimData(TypedDict):
+    """The command was written."""
+
+    path: str
+
+
+class Token(TypedDict):
+    """A new job token."""
+
+    token: str
+
+
+JSON_FORMS: dict[str, tuple[tuple[type, ...], ...]] = {"shim": ((ShimData,),), "token": ((Token,),)}
+
+
 def main(argv: Sequence[str]) -> int:
     """Run `holdfast shim` with these arguments. Returns the exit status. Raises UsageError."""
-    folder = Path(parser().parse_args(argv).folder)
+    chosen = parser().parse_args(argv)
+    folder = Path(chosen.folder)
     path = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,14 +67,23 @@ def main(argv: Sequence[str]) -> int:
         own_folders.write_new(path, PROGRAM.format(python=sys.executable).encode(), 0o755)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    if chosen.json:
+        from holdfast.cli.printing import print_json
+
+        print_json(ShimData(path=str(path.absolute())))
+        return 0
     print(f"{path} calls holdfast run; put its folder first on PATH: export PATH={folder.absolute()}:$PATH")
     return 0
 
 
 def main_token(argv: Sequence[str]) -> int:
     """Run `holdfast token` with these arguments. Returns the exit status. Raises HoldfastError."""
-    token_parser().parse_args(argv)
-    print(draw_token())
+    from holdfast.cli.printing import print_json
+
+    if token_parser().parse_args(argv).json:
+        print_json(Token(token=draw_token()))
+    else:
+        print(draw_token())
     return 0
 
 
@@ -67,18 +92,21 @@ def parser() -> Parser:
 
     made = Parser(prog="holdfast shim", description="Write a torchrun command that calls holdfast run.")
     made.add_argument("folder", metavar="DIR", help="folder for it; it is created if needed")
+    made.add_json()
     return made
 
 
 def token_parser() -> Parser:
     from holdfast.cli.printing import Parser
 
-    return Parser(
+    made = Parser(
         prog="holdfast token",
         description="Print a new job token of 64 characters. Write it into a file that only you may read "
         "(`holdfast token > token; chmod 600 token`) and name that with --rdzv-conf token_file=, or set "
         "HOLDFAST_TOKEN.",
     )
+    made.add_json()
+    return made
 
 
 def torchrun(argv: Sequence[str]) -> int:

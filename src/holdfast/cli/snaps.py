@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from holdfast import memory_folder
 from holdfast.cli.printing import Parser, print_json, print_table
@@ -32,6 +32,101 @@ FORMATS = ("torch", "dcp", "safetensors")
 
 Result = tuple[Location, SnapshotError | None]
 """A snapshot, and its error; None: it is valid."""
+
+
+class SnapshotData(TypedDict):
+    """A valid snapshot."""
+
+    name: str
+    step: int
+    attempt: int
+    ranks: int
+    size_bytes: int
+    saved_unix_s: float
+    metrics: dict[str, float]
+    finite: bool | None
+    """Whether all values are finite; null: unknown."""
+
+
+class DamagedData(TypedDict):
+    """A snapshot that is not valid, and why."""
+
+    name: str
+    error: str
+
+
+class SuspectData(TypedDict):
+    """A snapshot that is marked suspect, and why."""
+
+    name: str
+    why: str
+
+
+class StateData(TypedDict):
+    """A state in this host's memory."""
+
+    step: int
+    rank: int
+    copy: bool
+    """It is a copy of another node's."""
+    size_bytes: int
+    age_s: float
+    run: str
+
+
+class FolderData(TypedDict):
+    """`ls`: all that is in the folder."""
+
+    folder: str
+    committed: list[SnapshotData]
+    problems: list[DamagedData]
+    debris: list[str]
+    """Remains of unfinished saves."""
+    quarantined: list[str]
+    suspects: list[SuspectData]
+    lease: str | None
+    """The process that used it last; null: unknown."""
+    memory: list[StateData]
+
+
+class VerifiedData(TypedDict):
+    """The result of reading one snapshot."""
+
+    name: str
+    valid: bool
+    error: str | None
+
+
+class VerifiedFolder(TypedDict):
+    """`verify`."""
+
+    verified: list[VerifiedData]
+
+
+class PrunedData(TypedDict):
+    """`prune`: what was deleted, or would be with --dry-run."""
+
+    dry_run: bool
+    kept: list[str]
+    deleted: list[str]
+    damaged: list[DamagedData]
+
+
+class UnmarkedData(TypedDict):
+    """`unmark`."""
+
+    unmarked: list[str]
+
+
+class ExportedData(TypedDict):
+    """`export`."""
+
+    step: int
+    to: str
+    format: str
+
+
+JSON_FORMS = {"snaps": ((FolderData,), (VerifiedFolder,), (PrunedData,), (UnmarkedData,), (ExportedData,))}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -144,7 +239,10 @@ def verify(chosen: argparse.Namespace) -> int:
     if chosen.quarantine:
         set_aside(chosen.folder, results)
     if chosen.json:
-        print_json([{"name": path.name, "valid": error is None, "error": error_text(error)} for path, error in results])
+        verified = [
+            VerifiedData(name=path.name, valid=error is None, error=error_text(error)) for path, error in results
+        ]
+        print_json(VerifiedFolder(verified=verified))
     else:
         for path, error in results:
             print(f"{path.name}  {error_text(error) or 'valid'}")
@@ -183,7 +281,7 @@ def remove_marks(chosen: argparse.Namespace) -> int:
         keys = [key for key in sorted(found.marks) if chosen.step in (None, key.step)]
         lives.unmark(found.path, keys)
     if chosen.json:
-        print_json({"unmarked": [key.name for key in keys]})
+        print_json(UnmarkedData(unmarked=[key.name for key in keys]))
     else:
         which = "" if chosen.step is None else f" of step {chosen.step}"
         print("\n".join(f"unmarked  {key.name}" for key in keys) or f"{chosen.folder} has no suspect snapshot{which}")
@@ -204,7 +302,7 @@ def export_snapshot(chosen: argparse.Namespace) -> int:
     # With --json only our JSON goes to stdout.
     done = subprocess.run(command, check=False, stdout=sys.stderr if chosen.json else None)
     if chosen.json and done.returncode == 0:
-        print_json({"step": step, "to": chosen.to, "format": chosen.format})
+        print_json(ExportedData(step=step, to=chosen.to, format=chosen.format))
     return done.returncode if done.returncode >= 0 else 128 - done.returncode
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -18,15 +19,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import Signals
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from holdfast import own_folders
 from holdfast.cli import EXIT_INTERRUPTED, grammar, say
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
+from holdfast.cli.printing import print_json
 from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
 from holdfast.protocol.errors import (
     EXIT_FAILURE,
     EXIT_REQUEUE,
+    EXIT_SIGNAL_BASE,
     CallerError,
     MissingPackageError,
     ScriptError,
@@ -39,7 +42,8 @@ LOG_END_S = 1.0
 """Time after the job's end in which the rest of its log becomes visible here."""
 COPY_BYTES_MAX = 1 << 20
 
-RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in ("slurm", "plan"))
+NOT_FOR_JOBS = ("slurm", "plan", "json")
+RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in NOT_FOR_JOBS)
 USAGE = """\
 usage: holdfast submit --slurm [options of sbatch and of holdfast run] script.py [its arguments]
        holdfast submit --k8s [options] script.py [its arguments]
@@ -53,9 +57,18 @@ Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves
   -N NODES, --time T, ...   any option of sbatch that does not start tasks
   --nproc-per-node N, ...   any option of holdfast run (see holdfast run --help)
   --signal=USR1@SECONDS     this long before its time limit the job saves and is requeued; it resumes later
+  --chain N                 N jobs, one after the other, each of which goes on where the time of the one before was over
   --dry-run                 print the batch script, and exit
   --no-follow               submit, print the job's number, and exit
+  --json                    print JSON, and follow no log
   --help                    print this text, and exit"""
+CHAIN, CHAIN_MAX = "--chain", 1000
+CHAIN_MARK = "holdfast-chain-"
+NOT_IN_CHAINS = {
+    "array": "each task would need a chain of its own",
+    "comment": "the chain is known by it",
+    "requeue": "the next job of the chain goes on instead",
+}
 VALUES = frozenset(
     [
         *("account", "acctg-freq", "array", "batch", "bb", "bbf", "begin", "chdir", "cluster-constraint", "clusters"),
@@ -106,12 +119,34 @@ REFUSED = {
 }
 
 
+class ScriptData(TypedDict):
+    """A batch script that was not submitted."""
+
+    script: str
+
+
+class SubmittedData(TypedDict):
+    """A batch script that was submitted to Slurm."""
+
+    job: str
+    """The number of the job."""
+    chain: list[str]
+    """The numbers of the jobs after it, with --chain."""
+    script_file: str
+
+
+JSON_FORMS: dict[str, tuple[tuple[type, ...], ...]] = {"submit": ((ScriptData,), (SubmittedData,))}
+
+
 class BatchRequest(NamedTuple):
     """A line of `holdfast submit --slurm`."""
 
     batch: Batch
     dry_run: bool
     follow: bool
+    as_json: bool
+    chain: int = 1
+    """Number of jobs that run one after the other."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,14 +172,24 @@ def to_slurm(argv: Sequence[str]) -> int:
     request = read(argv)
     text = batch_script(request.batch)
     if request.dry_run:
-        print(text, end="")
+        if request.as_json:
+            print_json(ScriptData(script=text))
+        else:
+            print(text, end="")
         return 0
     if shutil.which("sbatch") is None:
         raise MissingPackageError(
             "sbatch is not on the PATH: submit from a login node of the cluster; --dry-run shows the batch script"
         )
     path = write(Path(f"{request.batch.name}.sbatch"), text)
-    job = submit(path)
+    job, *later = submit_chain(path, request.chain)
+    if request.as_json:
+        print_json(SubmittedData(job=job, chain=later, script_file=str(path.absolute())))
+        return 0
+    if later:
+        numbers = " ".join([job, *later])
+        say(f"submitted {path} as a chain of {request.chain} jobs, {numbers}; stop it with: scancel {numbers}")
+        return 0
     say(f"submitted {path} as job {job}; stop it with: scancel {job}")
     if request.batch.is_array:
         say("this is an array and each task has its own log; no log is followed")
@@ -155,7 +200,8 @@ def to_slurm(argv: Sequence[str]) -> int:
 def read(argv: Sequence[str]) -> BatchRequest:
     """Divide the line into sbatch's options, ours, and the script with its arguments. Raises UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
-    chosen = {"--dry-run": False, "--no-follow": False}
+    chosen = {"--dry-run": False, "--no-follow": False, "--json": False}
+    chain = 1
     spellings = grammar.spellings_of(RUN_OPTIONS)
     while words:
         word = words[0]
@@ -164,12 +210,16 @@ def read(argv: Sequence[str]) -> BatchRequest:
         if word in chosen:
             chosen[word] = True
             words.pop(0)
+        elif word.partition("=")[0] == CHAIN:
+            chain = take_chain(words)
         elif directive := take_directive(words, spellings):
             directives.append(directive)
         else:
             own += take_own(words, spellings)
 
     check(directives)
+    if chain > 1:
+        begin_chain(directives)
     signal = preempt_signal(directives)
     if signal is not None and not any(word.startswith(("--preempt-signal", "--preempt_signal")) for word in own):
         own += ["--preempt-signal", signal]
@@ -178,8 +228,31 @@ def read(argv: Sequence[str]) -> BatchRequest:
     check_script(parsed, directives)
     name = job_name(parsed.values.training_script)
     return BatchRequest(
-        Batch(tuple(directives), (sys.executable, *run), name), chosen["--dry-run"], not chosen["--no-follow"]
+        Batch(tuple(directives), (sys.executable, *run), name),
+        dry_run=chosen["--dry-run"],
+        follow=not chosen["--no-follow"],
+        as_json=chosen["--json"],
+        chain=chain,
     )
+
+
+def take_chain(words: list[str]) -> int:
+    """Remove --chain and its number from the front. Raises UsageError."""
+    _, equals, text = words.pop(0).partition("=")
+    text = text if equals else words.pop(0) if words else ""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= CHAIN_MAX):
+        raise UsageError(f"{CHAIN} {text}: must be a number of jobs, 1 to {CHAIN_MAX}")
+    return int(text)
+
+
+def begin_chain(directives: list[Directive]) -> None:
+    """Name the chain in the jobs' comment, by which its last job finds those that wait. Raises UsageError."""
+    for directive in directives:
+        if directive.name in NOT_IN_CHAINS:
+            raise UsageError(f"{directive}: not with {CHAIN}: {NOT_IN_CHAINS[directive.name]}")
+    if not any(directive.name == "no-requeue" for directive in directives):
+        directives.append(Directive("no-requeue"))
+    directives.append(Directive("comment", f"{CHAIN_MARK}{secrets.token_hex(4)}"))
 
 
 def check_script(parsed: grammar.Parsed, directives: Sequence[Directive]) -> None:
@@ -240,14 +313,28 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def submit(path: Path) -> str:
+def submit(path: Path, *options: str) -> str:
     """Submit the script. Returns the job's number. Raises CallerError with sbatch's message."""
-    line = ["sbatch", "--parsable", str(path)]
+    line = ["sbatch", "--parsable", *options, str(path)]
     done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip().splitlines() or ["without a message"]
         raise CallerError(f"sbatch refused {path}: {'; '.join(message[-2:])}")
     return done.stdout.decode(errors="replace").strip().partition(";")[0]
+
+
+def submit_chain(path: Path, number: int) -> list[str]:
+    """Submit the script this many times; each job waits for the end of the one before. Returns their numbers. Raises
+    CallerError."""
+    jobs: list[str] = []
+    for _ in range(number):
+        try:
+            jobs.append(submit(path, *([f"--dependency=afterany:{jobs[-1]}"] if jobs else [])))
+        except CallerError as error:
+            if not jobs:
+                raise
+            raise CallerError(f"{error}; the chain's first jobs are submitted: scancel {' '.join(jobs)}") from None
+    return jobs
 
 
 def follow(job: str) -> int:
@@ -408,6 +495,12 @@ class Batch(NamedTuple):
     def is_array(self) -> bool:
         return self.gave("array")
 
+    @property
+    def chain(self) -> str:
+        """The mark of the chain that the job is part of; empty: of none."""
+        marks = [each.value or "" for each in self.directives if each.name == "comment"]
+        return next((mark for mark in marks if mark.startswith(CHAIN_MARK)), "")
+
     def gave(self, name: str) -> bool:
         return any(each.name == name for each in self.directives)
 
@@ -443,6 +536,8 @@ def command_lines(batch: Batch) -> list[str]:
     command = shlex.join(batch.command)
     # The number of an array is also that of one of its tasks: `scontrol requeue` with it would requeue all of them.
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if batch.is_array else '"$SLURM_JOB_ID"'
+    if batch.chain:
+        return [*run_id_lines(batch), command, *chain_lines(batch.chain)]
     if not batch.requeues:
         return [command]
     return [
@@ -454,6 +549,32 @@ def command_lines(batch: Batch) -> list[str]:
         f"preempted() {{ scontrol --oneliner show job {job} | grep -q 'PreemptTime=[0-9]'; }}",
         f'if [ "$code" -eq {EXIT_REQUEUE} ] || {{ [ "$code" -ne 0 ] && preempted; }}; then',
         f"    scontrol requeue {job}",
+        "fi",
+        'exit "$code"',
+    ]
+
+
+def run_id_lines(batch: Batch) -> list[str]:
+    """Give all jobs of the chain one id: each has a number of its own."""
+    own = f"{batch.name}-{batch.chain.removeprefix(CHAIN_MARK)}"
+    return [
+        "# One id for loggers (W&B, MLflow, TensorBoard) in all jobs of the chain.",
+        f"export HOLDFAST_RUN_ID=${{HOLDFAST_RUN_ID:-{shlex.quote(own)}}}",
+        "",
+    ]
+
+
+def chain_lines(mark: str) -> list[str]:
+    """What follows the command in a job of a chain."""
+    stopped = EXIT_SIGNAL_BASE + Signals.SIGTERM
+    return [
+        "code=$?",
+        "",
+        f"# {EXIT_REQUEUE}: all is saved; {stopped}: the time was over before that. Then the chain's next job goes on,",
+        "# also when Slurm ends this script. After any other end the jobs that wait are cancelled.",
+        f'if [ "$code" -ne {EXIT_REQUEUE} ] && [ "$code" -ne {stopped} ]; then',
+        "    squeue --noheader --states=PENDING --format='%i %k' \\",
+        f"        | awk '$2 == \"{mark}\" {{ print $1 }}' | xargs -r scancel",
         "fi",
         'exit "$code"',
     ]

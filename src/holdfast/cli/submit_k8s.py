@@ -11,12 +11,13 @@ import math
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from holdfast.cli import grammar, print_version, say
 from holdfast.cli.devices import NAMES, THIS_NODE
 from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, flag_of, in_group, own
 from holdfast.cli.option_table import line as help_line
+from holdfast.cli.printing import print_json
 from holdfast.cli.program import command_kind
 from holdfast.cli.rendezvous import node_range
 from holdfast.cli.resolve import (
@@ -90,6 +91,7 @@ OWN = (
         ours("--no-token", FLAG, False, "agents join without a job token"),
         ours("--apply", FLAG, False, "create it by kubectl, with a new token in a Secret"),
         ours("--dry-run", FLAG, False, "only print the manifests, as without --apply"),
+        ours("--json", FLAG, False, "print JSON"),
     ),
     *in_group(
         POD,
@@ -121,7 +123,7 @@ READ_HERE = ("nnodes", "rdzv_conf", "drain_timeout", "shutdown_timeout", "health
 """Options of a run that the manifest sets."""
 OF_THE_POD = ("standalone", "node_rank", "master_addr", "master_port", "local_addr")
 """Options that differ from pod to pod: the manifest sets them, and the line may not."""
-NOT_FOR_PODS = ("slurm", "config", "no_config", "plan")
+NOT_FOR_PODS = ("slurm", "config", "no_config", "plan", "json")
 """Options of a run that mean nothing here, like all options for ssh."""
 OF_A_RUN = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in NOT_FOR_PODS)
 TABLE = (*OWN, *(option for option in OF_A_RUN if option.dest not in {each.dest for each in OWN}))
@@ -369,7 +371,7 @@ def main(argv: Sequence[str]) -> int:
     job = read_job(parsed, grammar.read_line(argv, TABLE), notices)
     for notice in notices:
         say(notice)
-    return (apply if given.apply else show)(job, own_secret=not given.token_secret)
+    return (apply if given.apply else show)(job, own_secret=not given.token_secret, as_json=given.json)
 
 
 def usage() -> str:
@@ -384,8 +386,32 @@ def usage() -> str:
     return "\n".join(lines)
 
 
-def show(job: KubernetesJob, *, own_secret: bool) -> int:
+class ManifestsData(TypedDict):
+    """A job for Kubernetes."""
+
+    name: str
+    namespace: str
+    """Empty: kubectl's own."""
+    created: bool
+    """False: it was only printed."""
+    manifests: list[Any]
+    """All objects but the Secret."""
+
+
+JSON_FORMS = {"submit": ((ManifestsData,),)}
+
+
+def manifests_data(job: KubernetesJob, *, created: bool) -> ManifestsData:
+    return ManifestsData(
+        name=job.name, namespace=job.namespace, created=created, manifests=kubernetes.plain(kubernetes.manifests(job))
+    )
+
+
+def show(job: KubernetesJob, *, own_secret: bool, as_json: bool) -> int:
     """Print the manifests, without secrets: the same line prints the same text."""
+    if as_json:
+        print_json(manifests_data(job, created=False))
+        return 0
     head = f"{job.name}: a job of holdfast. Start it with: kubectl create -f FILE"
     if job.token_secret and own_secret:
         space = f" -n {job.namespace}" if job.namespace else ""
@@ -398,7 +424,7 @@ def show(job: KubernetesJob, *, own_secret: bool) -> int:
     return 0
 
 
-def apply(job: KubernetesJob, *, own_secret: bool) -> int:
+def apply(job: KubernetesJob, *, own_secret: bool, as_json: bool) -> int:
     """Pipe the manifests, the Secret first, to `kubectl create`, which never changes an existing job.
 
     Raises MissingPackageError or SubmitError.
@@ -416,6 +442,7 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
         done = subprocess.run(
             [program, "create", f"--request-timeout={REQUEST_S_MAX}s", "-f", "-"],
             input=documents(made).encode(),
+            stdout=2 if as_json else None,  # only our JSON goes to stdout
             check=False,
         )
     except OSError as error:
@@ -424,6 +451,8 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
         raise SubmitError(f"kubectl create was ended by signal {-done.returncode}")
     if done.returncode > 0:
         raise SubmitError(f"kubectl create ended with exit code {done.returncode}; its message is above")
+    if as_json:
+        print_json(manifests_data(job, created=True))
     space = f" -n {job.namespace}" if job.namespace else ""
     selector = f"-l app.kubernetes.io/instance={job.name}"
     kinds = "jobset,secret" if job.jobset else "job,service,secret"

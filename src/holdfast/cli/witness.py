@@ -9,10 +9,10 @@ import asyncio
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from holdfast.cli import say
-from holdfast.cli.printing import Parser
+from holdfast.cli.printing import Parser, print_json
 from holdfast.inherited import forget_secrets, read_token
 from holdfast.protocol.errors import EndpointError
 from holdfast.protocol.options import Endpoint
@@ -23,6 +23,17 @@ from holdfast.rendezvous.conf import limits_from_conf, parse_endpoint
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+
+
+class Listening(TypedDict):
+    """The witness listens."""
+
+    endpoint: str
+    """The address, HOST:PORT."""
+    pid: int
+
+
+JSON_FORMS = {"witness": ((Listening,),)}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="as in --rdzv-conf lease of the jobs, if they set it: a coordinator is lost after that",
     )
+    made.add_json("print a line of JSON as soon as it listens")
     return made
 
 
@@ -56,11 +68,12 @@ def main(argv: Sequence[str]) -> int:
         raise EndpointError(f"cannot listen at {endpoint}: {error.strerror or error}") from None
     if not claimed.is_host:
         raise EndpointError(f"cannot listen at {endpoint}: {claimed.reason}")
-    asyncio.run(serve(claimed, Endpoint(host=endpoint.host, port=claimed.port), token, limits))
+    here = Endpoint(host=endpoint.host, port=claimed.port)
+    asyncio.run(serve(claimed, here, token, limits, as_json=given.json))
     return 0
 
 
-async def serve(claimed: Claim, endpoint: Endpoint, token: bytes | None, limits: Limits) -> None:
+async def serve(claimed: Claim, endpoint: Endpoint, token: bytes | None, limits: Limits, *, as_json: bool) -> None:
     from holdfast.runtime.witness_service import Witness
 
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -69,6 +82,8 @@ async def serve(claimed: Claim, endpoint: Endpoint, token: bytes | None, limits:
     host = socket.gethostname().partition(".")[0]
     witness = Witness(claimed, token, limits, host, say)
     await witness.start()
+    if as_json:
+        print_json(Listening(endpoint=str(endpoint), pid=os.getpid()), indent=None)
     say(f"a witness listens at {endpoint}")
     await ended.wait()
     witness.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 from msgspec import Struct
@@ -279,6 +279,56 @@ class JointCheck(Struct, frozen=True, kw_only=True):
     no_reduce: str = ""
     """The reason why no all-reduce was made; empty: it was."""
 
+
+class NodeData(TypedDict):
+    """A node that came. It has a Summary's fields, or `silent`."""
+
+    name: str
+    silent: NotRequired[bool]
+    """It came, but sent no report."""
+    host: NotRequired[str]
+    python: NotRequired[str]
+    torch: NotRequired[str]
+    cuda: NotRequired[str]
+    nccl: NotRequired[str]
+    holdfast: NotRequired[str]
+    interface: NotRequired[str]
+    has_torch: NotRequired[bool]
+
+
+PairData = TypedDict(
+    "PairData",
+    {
+        "from": str,
+        "to": str,
+        "reached": Reached,
+        "address": str,
+        "error": str,
+        "names": list[str],
+        "name_error": str,
+        "latency_s": float | None,
+        "clock_offset_s": float | None,
+        "bytes_s": float | None,
+    },
+)
+"""A NodePath, with the names of both nodes."""
+
+
+class CheckedData(TypedDict):
+    """The result of `holdfast doctor`."""
+
+    host: str
+    level: Level
+    """The worst level of all findings."""
+    exit_code: int
+    findings: list[DoctorFinding]
+    facts: LocalFacts
+    nodes: NotRequired[list[NodeData]]
+    """The nodes, if several were checked together."""
+    pairs: NotRequired[list[PairData]]
+
+
+JSON_FORMS = {"doctor": ((CheckedData,),)}
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -454,6 +454,18 @@ def documents(values: Sequence[object], head: str = "") -> str:
     return "".join(f"{f'# {line}'.rstrip()}\n" for line in comment(head)) + "---\n".join(texts)
 
 
+def plain(value: object) -> Any:
+    """The value without its comments, for JSON."""
+    match value:
+        case Commented():
+            return plain(value.value)
+        case Mapping():
+            return {key: plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+    return value
+
+
 def emittable(value: object, column: int = 0) -> Any:
     """Convert the value for ruamel.yaml, with its comments at `column`. Raises TypeError for a type that YAML lacks."""
     from ruamel.yaml.comments import CommentedMap, CommentedSeq

@@ -206,6 +206,10 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         return ",".join(map(str, (self.endpoint, *self.more_endpoints)))
 
 
+RUN_ID_OF_ALL = "none"
+"""torchrun's default of --rdzv-id."""
+
+
 def worker_environment(
     options: RunOptions,
     assign: Assign,
@@ -241,6 +245,9 @@ def worker_environment(
         "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_text,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": parent.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    # The default of --rdzv-id is the same for all jobs: it would mix their curves in one run of a logger.
+    if (run_id := parent.get("HOLDFAST_RUN_ID") or options.job.run_id) != RUN_ID_OF_ALL:
+        environment["HOLDFAST_RUN_ID"] = run_id
     if start.job_uid:
         environment["HOLDFAST_JOB_UID"] = start.job_uid
     if start.before:

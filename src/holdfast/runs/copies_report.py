@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 COPIES_NEED = {
     "generation": {"generation", "world_size"},
@@ -13,7 +13,33 @@ COPIES_NEED = {
 """Events about copies, and the fields that are read: events without them are left out."""
 
 
-def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
+class ResumedData(TypedDict):
+    """A generation that began from copies of other nodes."""
+
+    generation: int
+    step: int
+    states: int
+    """Number of states that were fetched."""
+    slowest_s: float
+
+
+class CopiesData(TypedDict):
+    """What became of the copies of states in memory."""
+
+    sent: int
+    sent_bytes: int
+    newest_step: int | None
+    survivable_step: int | None
+    """The step from which training would go on if a node were lost now; null: unknown, or none."""
+    skipped_steps: int
+    skipped_since: int
+    """Steps without a copy since survivable_step."""
+    failed: int
+    last_failure: str
+    resumed: list[ResumedData]
+
+
+def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> CopiesData | None:
     """The copies of states in memory on other nodes: sent, skipped, failed, and used; None: there were none."""
     journals = [
         [each for each in journal if COPIES_NEED.get(each["event"], {""}) <= each.keys()] for journal in journals
@@ -38,7 +64,7 @@ def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | 
     }
 
 
-def fetches(journals: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def fetches(journals: Sequence[Sequence[dict[str, Any]]]) -> Iterator[ResumedData]:
     """The generations that began from states that were fetched from other nodes."""
     found: dict[tuple[int, int], list[float]] = {}
     for journal in journals:

@@ -2,9 +2,76 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from holdfast.diagnosis.history import Activity, History, Timeline
+
+
+class GenerationData(TypedDict):
+    """One generation, as far as these journals show it."""
+
+    generation: int
+    restart_count: int
+    world_size: int
+    """Number of its workers; 0: unknown."""
+    began_epoch_s: float
+    why: str
+    """The reason for the end of the previous generation."""
+    phases_s: dict[str, float]
+    """Duration of each part of its start."""
+    total_s: float
+
+
+class CourseData(TypedDict):
+    """The generations of a run, and why each began."""
+
+    run_id: str
+    nodes: list[str]
+    end: str
+    """The end in one word, with the exit code; empty: it has not ended."""
+    generations: list[GenerationData]
+    preloaded: list[str]
+    standbys: int
+    standby_own_bytes: int
+
+
+class SurvivalData(TypedDict):
+    """A loss after which the other ranks went on."""
+
+    generation: int
+    ranks: int
+    went_on_s: float
+    steps_lost: int | None
+    replaced_s: float | None
+
+
+class StretchData(TypedDict):
+    """A time in which the job did one thing."""
+
+    doing: str
+    from_epoch_s: float
+    to_epoch_s: float
+    generation: int
+
+
+class HistoryData(TypedDict):
+    """What the time of a run was used for."""
+
+    total_s: float
+    startup_s: float
+    training_s: float
+    lost_s: float
+    """Time for steps that were repeated after a restart."""
+    hung_s: float
+    down_s: float
+    """Time from the end of a generation to the first step of the next."""
+    end_s: float
+    effective: float | None
+    """Effective training time, as a share of total_s; null: unknown."""
+    lost_steps: int | None
+    """Number of steps that restarts lost; null: unknown."""
+    survivals: list[SurvivalData]
+    stretches: list[StretchData]
 
 
 def as_json(course: Timeline) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.train.snapshots import changes, lease
 from holdfast.train.snapshots.layout import MANIFEST, rank_file
+from tests.support.documents import checked
 from tests.support.limits import limit_s
 from tests.support.tables import tables
 from tests.train.snapshots.saves import save
@@ -26,7 +26,7 @@ def out(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def as_json(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(out(capsys))
+    return checked("snaps", out(capsys))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_verify(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "are not what was saved" in lines[2]
     assert "has 100 bytes" in lines[3]
     assert main(["snaps", "verify", str(runs), "--step", "2", "--json"]) == 0
-    assert as_json(capsys) == [{"name": "step_000000002.0001", "valid": True, "error": None}]
+    assert as_json(capsys)["verified"] == [{"name": "step_000000002.0001", "valid": True, "error": None}]
     assert main(["snaps", "verify", str(runs), "--step", "9"]) == 1
     assert "HF400" in capsys.readouterr().err
     assert main(["snaps", "verify", str(runs), "--quarantine"]) == 1

@@ -10,8 +10,9 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
-from holdfast.cli.printing import Parser
+from holdfast.cli.printing import Parser, print_json
 from holdfast.protocol.errors import NoRunError, UsageError
 from holdfast.protocol.options import Endpoint
 from holdfast.runs.finding import of_one_job, run_folders
@@ -19,6 +20,17 @@ from holdfast.runtime import running
 
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 """Variables of which one is set where there is a browser outside of the terminal."""
+
+
+class Served(TypedDict):
+    """The page is served until Ctrl-C."""
+
+    link: str
+    """The page's address, with the password."""
+    pid: int
+
+
+JSON_FORMS = {"dashboard": ((Served,),)}
 
 
 def main_dashboard(argv: Sequence[str]) -> int:
@@ -43,7 +55,10 @@ def main_dashboard(argv: Sequence[str]) -> int:
     credentials = Credentials.make(once=is_loopback(place.host))
     with contextlib.closing(bind_named(place, "--port")) as sock:
         link = login_link(Endpoint(host=place.host, port=sock.getsockname()[1]), credentials.token)
-        print(f"dashboard {link}\n(Ctrl-C ends it; a running job goes on)", flush=True)
+        if chosen.json:
+            print_json(Served(link=link, pid=os.getpid()), indent=None)
+        else:
+            print(f"dashboard {link}\n(Ctrl-C ends it; a running job goes on)", flush=True)
         if not chosen.no_open and any(map(os.environ.get, SCREENS)):
             # A browser in a terminal, or one that BROWSER names, may not return before its user leaves it.
             Thread(target=webbrowser.open, args=(link,), daemon=True).start()
@@ -61,6 +76,7 @@ def dashboard_parser() -> Parser:
     )
     made.add_argument("--port", default="0", metavar="[HOST:]PORT", help="where to serve; by default a free port here")
     made.add_argument("--no-open", action="store_true", help="print the link, and open no browser")
+    made.add_json("print the link as a line of JSON")
     return made
 
 

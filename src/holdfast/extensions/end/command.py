@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypedDict
 
 from holdfast.cli import say
-from holdfast.cli.printing import Parser, named, print_json
+from holdfast.cli.printing import Parser, SentToNodes, Whole, named, print_json
 from holdfast.diagnosis.screen import how_it_ended
 from holdfast.protocol.errors import ControlSilentError, NoRunError
 from holdfast.protocol.extension import Sent
@@ -24,6 +25,19 @@ ENDING = {
     "stop": "End a running job on all its nodes. Workers with safe points stop there and save.",
     "kill": "End a running job on all its nodes at once: SIGKILL to every worker.",
 }
+
+
+class Asked(TypedDict):
+    """Part of the answer."""
+
+    ended: bool
+    """True: the job has ended. False with --no-wait, which only asks it to."""
+
+
+JSON_FORMS = dict.fromkeys(
+    ENDING,
+    ((SentToNodes, Whole, Asked), (SentToNodes, Whole, Asked, NodeEnd)),
+)
 
 
 def end_parser(question: str) -> Parser:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypedDict
 
 from holdfast.cli.asking import ask_job
-from holdfast.cli.printing import Parser, print_json
+from holdfast.cli.printing import Parser, SentToNodes, print_json
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.extension import Sent
 from holdfast.text import plural, seconds_of
@@ -18,6 +19,15 @@ ABOUT_HOST = {
     "exclude": "The same, and let the host take no part for a time.",
     "readmit": "Let a host that is excluded from a running job take part again.",
 }
+
+
+class AboutHost(TypedDict):
+    """Part of the answer."""
+
+    host: str
+
+
+JSON_FORMS = dict.fromkeys(ABOUT_HOST, ((SentToNodes, AboutHost),))
 
 
 def host_parser(question: str) -> Parser:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from holdfast.cli.asking import ask_job
-from holdfast.cli.printing import Parser, named, print_json
+from holdfast.cli.printing import AboutRun, Parser, named, print_json
 from holdfast.extensions.profile.messages import ASKED_S_MAX, NAME, ProfileView, profile_request
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.ranks_text import ranks_of
 
 EXIT_NOT_PROFILED = 1
 PROFILED_STEPS = 5
+JSON_FORMS = {"profile": ((AboutRun, ProfileView),)}
 
 
 def main_profile(argv: Sequence[str]) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.cli.asking import ask_job
-from holdfast.cli.printing import Parser, print_json
+from holdfast.cli.printing import Parser, SentToNodes, print_json
 from holdfast.extensions.save.messages import SAVE_S
 from holdfast.protocol.extension import Sent
+
+JSON_FORMS = {"save": ((SentToNodes,),)}
 
 
 def main_save(argv: Sequence[str]) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import msgspec
 
-from holdfast.cli.printing import Parser, named, print_json
+from holdfast.cli.printing import Parser, Whole, named, print_json
 from holdfast.diagnosis.screen import group, stack_lines
 from holdfast.extensions.stacks.messages import STACKS_S
 from holdfast.protocol.errors import UsageError
@@ -14,6 +15,24 @@ from holdfast.protocol.rank_progress import StacksView
 from holdfast.protocol.ranks_text import ranks_of
 from holdfast.runs.finding import running_job
 from holdfast.runtime.running import ask_any
+
+
+class RanksTogether(TypedDict):
+    """Ranks that are at one place."""
+
+    ranks: list[int]
+    place: str
+    """The place in words."""
+
+
+class Groups(TypedDict):
+    """Part of the answer."""
+
+    groups: list[RanksTogether]
+    """Those that wait for no other rank come first."""
+
+
+JSON_FORMS = {"stacks": ((Whole, StacksView, Groups),)}
 
 
 def main_stacks(argv: Sequence[str]) -> int:
@@ -28,8 +47,8 @@ def main_stacks(argv: Sequence[str]) -> int:
             raise UsageError(f"no rank {min(missing)} answered; there are {view.world_size} ranks")
         view = msgspec.structs.replace(view, ranks=tuple(rank for rank in view.ranks if rank.rank in wanted))
     if chosen.json:
-        groups = [{"ranks": [rank.rank for rank in each.ranks], "place": each.place} for each in group(view)]
-        print_json({"whole": reply.whole, **named(view), "groups": groups})
+        groups = [RanksTogether(ranks=[rank.rank for rank in each.ranks], place=each.place) for each in group(view)]
+        print_json({"whole": reply.whole, **named(view), **Groups(groups=groups)})
         return 0
     print("\n".join(stack_lines(view, full=chosen.full)))
     if not reply.whole:

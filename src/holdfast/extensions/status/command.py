@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from holdfast.cli import say
-from holdfast.cli.printing import Parser, named, print_json, print_table
+from holdfast.cli.printing import Parser, Whole, named, print_json, print_table
 from holdfast.cli.report import safe_text
 from holdfast.diagnosis.screen import progress_line, status_lines
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import JobView
-from holdfast.runs.copies_report import COPIES_NEED, copies_of
+from holdfast.runs.copies_report import COPIES_NEED, CopiesData, copies_of
 from holdfast.runs.finding import end_of, ended_run, outcome_of, running_job
 from holdfast.runs.journal_reader import read_journal
 from holdfast.runtime import running
@@ -32,6 +31,57 @@ WATCH_S_MIN = 0.1
 CLEAR = "\x1b[H\x1b[2J"
 SCREEN_ON, SCREEN_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Switch to the alternate screen without a cursor, and back."""
+
+
+class CopiesHere(TypedDict):
+    """Part of the answer."""
+
+    copies: CopiesData | None
+    """CopiesData of states in memory, as far as this host knows of them; null: there are none."""
+
+
+class WatchedData(TypedDict):
+    """Part of a line of --watch."""
+
+    time: float
+    """Epoch seconds."""
+
+
+class RunningJob(TypedDict):
+    """One job of this host."""
+
+    run: str
+    pids: list[int]
+    """The process ids of its agents here."""
+    script: str
+    why: NotRequired[str]
+    """The reason why there is no `job`."""
+    job: NotRequired[JobView]
+
+
+class RunningJobs(TypedDict):
+    """Several jobs run on this host."""
+
+    jobs: list[RunningJob]
+
+
+class EndedRun(TypedDict):
+    """A run that has ended, with its outcome."""
+
+    run: str
+    """The name of its run folder."""
+    folder: str
+    ended: bool
+
+
+JSON_FORMS = {
+    "status": (
+        (Whole, JobView, CopiesHere),
+        (WatchedData, Whole, JobView, CopiesHere),
+        (RunningJobs,),
+        (EndedRun, Outcome),
+    )
+}
 
 
 def main_status(argv: Sequence[str]) -> int:
@@ -141,7 +191,7 @@ def lines_of(entries: Sequence[RunningAgent], view: JobView, chosen: argparse.Na
     return "\n".join([*status_lines(view, ranks=chosen.ranks), *safe])
 
 
-def copies_here(entries: Sequence[RunningAgent]) -> dict[str, object] | None:
+def copies_here(entries: Sequence[RunningAgent]) -> CopiesData | None:
     """The copies of states in memory that the job's agents on this host know of; None: there are none."""
     journals = []
     for entry in entries:
@@ -170,7 +220,7 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
             view, whole = ask_status(entries)
             if chosen.json:
                 seen = {"time": time.time(), "whole": whole, **flat(view)}
-                print(json.dumps({**seen, "copies": copies_here(entries)}), flush=True)
+                print_json({**seen, "copies": copies_here(entries)}, indent=None)
             else:
                 text = lines_of(entries, view, chosen)
                 print(f"{CLEAR}{text}" if live else f"{text}\n", flush=True)

@@ -1,0 +1,49 @@
+"""A release is refused while something would be published wrongly; what can be said without building it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.version import __version__
+from tools.release import NAMES_VERSION, reasons
+from tools.stability import LABELS, labels, public_names
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with the files that name the version, committed."""
+    for name in NAMES_VERSION:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for words in (("init", "-q"), ("add", "."), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x")):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    return tmp_path
+
+
+def test_all_files_name_the_version_of_the_package(checkout: Path) -> None:
+    assert list(reasons(checkout)) == []
+
+
+@pytest.mark.parametrize("name", NAMES_VERSION)
+def test_a_file_that_names_another_version_refuses_the_release(name: str, checkout: Path) -> None:
+    text = (checkout / name).read_text()
+    (checkout / name).write_text(text.replace(__version__, "9.9.9"))
+    committed, version = reasons(checkout)
+    assert committed.startswith("not committed")
+    assert version.startswith(f"{name} names version 9.9.9")
+
+
+def test_a_tag_that_exists_refuses_the_release(checkout: Path) -> None:
+    subprocess.run(["git", "-C", checkout, "tag", f"v{__version__}"], check=True)
+    (reason,) = reasons(checkout)
+    assert reason == f"the tag v{__version__} exists: this version is released"
+
+
+def test_every_public_python_name_has_a_label() -> None:
+    assert labels().keys() == public_names()
+    assert set(labels().values()) <= LABELS

@@ -1,0 +1,75 @@
+"""Build and check a release, and print what a person does by hand.
+
+    python -m tools.release [--machines x86_64,aarch64]
+
+Refuses what would be published wrongly: changes that are not committed, files that name another version, a tag that exists. Uploads and
+tags nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.version import __version__
+from tools.dist import ELF_MACHINES, ROOT, git
+
+NAMES_VERSION = {
+    "CHANGELOG.md": r"^## (\S+)",
+    "CITATION.cff": r"^version: (\S+)$",
+    "examples/Dockerfile": r"^ARG HOLDFAST=(\S+)$",
+}
+"""Files that name the version, and where."""
+BY_HAND = """\
+
+{version} is built and checked. What is left is for a person:
+
+  1. In CHANGELOG.md write the date: ## {version} ({date}), add `date-released: {date}` to CITATION.cff, commit, and run
+     make release once more: the commit is part of what is built.
+  2. git tag -s v{version} -m "holdfast {version}" && git push origin v{version}
+  3. .venv/bin/twine upload {files}
+     Try it with --repository testpypi first. A file that was uploaded can never be replaced.
+  4. In an empty environment: pip install holdfast=={version} && holdfast --version --verbose
+     It prints the commit of the tag.
+  5. make docs, and publish build/site.
+  6. In src/holdfast/version.py, CITATION.cff, examples/Dockerfile and a new section of CHANGELOG.md: the next version."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.release")
+    parser.add_argument("--machines", default=",".join(ELF_MACHINES))
+    chosen = parser.parse_args()
+    if found := list(reasons(ROOT)):
+        for reason in found:
+            print(f"tools.release: {reason}", file=sys.stderr)
+        return 1
+    for old in (ROOT / "dist").glob("*"):
+        old.unlink()
+    for command in (("tools.dist", "--machines", chosen.machines), ("pytest", "tests/packaging", "-q")):
+        done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False)
+        if done.returncode != 0:
+            return done.returncode
+    date = git(ROOT, "log", "-1", "--format=%cs")
+    files = " ".join(f"dist/{file.name}" for file in sorted((ROOT / "dist").iterdir()))
+    print(BY_HAND.format(version=__version__, date=date, files=files))
+    return 0
+
+
+def reasons(root: Path) -> Iterator[str]:
+    """The reasons why nothing may be released."""
+    if changed := git(root, "status", "--porcelain"):
+        yield f"not committed, so it would not be built: {changed.splitlines()[0].split()[-1]}"
+    for name, pattern in NAMES_VERSION.items():
+        match = re.search(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
+        if match is None or match[1] != __version__:
+            yield f"{name} names version {match[1] if match else 'none'}, and src/holdfast/version.py {__version__}"
+    if git(root, "tag", "--list", f"v{__version__}"):
+        yield f"the tag v{__version__} exists: this version is released"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
