@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import math
 import os
 import sys
 import threading
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,6 +91,27 @@ class ProcessGroup:
     """A torch.distributed.Store with a prefix of ours, for small agreements."""
     connection: GroupConnection | None = None
     """The way in which this process joined; None: the program made the group itself, and no regroup is possible."""
+
+    def mesh(self, **sizes: int) -> DeviceMesh:
+        """A device mesh of all ranks: the names of its dimensions, from the outer to the inner one, with their sizes.
+
+            mesh = pg.mesh(replicate=-1, shard=4)
+
+        One size may be -1: the rest. In `ht.survive` make it in the training function: it is for the ranks that are
+        there. Raises ProcessGroupError if the ranks cannot be divided so."""
+        return init_device_mesh(self.device.type, _shape_of_mesh(self.world, sizes), mesh_dim_names=tuple(sizes))
+
+
+def _shape_of_mesh(world: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The sizes, with the rest in place of -1. Raises ProcessGroupError."""
+    wanted = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    known = math.prod(size for size in sizes.values() if size != -1)
+    rests = list(sizes.values()).count(-1)
+    if not sizes or rests > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ProcessGroupError(f"mesh({wanted}): give each dimension a size of at least 1; one of them may be -1.")
+    if world % known or (not rests and world != known):
+        raise ProcessGroupError(f"mesh({wanted}) does not fit {world} ranks.")
+    return tuple(world // known if size == -1 else size for size in sizes.values())
 
 
 @dataclass(slots=True)

@@ -203,7 +203,8 @@ class Resumer:
         if not held or (sources.world == self.peers.world and self.peers.rank not in held):
             return True
         try:
-            return bool(self._compare_held(list(held.values()))[1].missing)
+            saved, found = self._compare_held(list(held.values()))
+            return bool(found.missing) or self.tracker.lacks_parts(saved, self.peers.rank)
         except (ShardingError, SnapshotDamagedError):
             return True
 

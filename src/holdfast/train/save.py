@@ -203,6 +203,16 @@ class Saving:
         """Whether there is a plan."""
         return self._layout is not None
 
+    @property
+    def peers(self) -> Peers:
+        return self._peers
+
+    def stop(self) -> None:
+        """Stop what runs in the background: another object saves from now on, into the same memory."""
+        self._stop_reserving()
+        with contextlib.suppress(SnapshotMemoryError):
+            self.await_copied()
+
     def regroup(self, peers: Peers, generation: int, taken: TakenFolder) -> None:
         """Save with the ranks of this generation from now on. All ranks call this; the next save makes a new plan."""
         self._stop_reserving()

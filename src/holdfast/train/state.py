@@ -136,6 +136,10 @@ class TrainState:
         self._only = ""
         """The objects that were restored from another run, with step and epoch (`resume(only=…)`); empty: all were."""
 
+    def _begin_again(self) -> None:
+        self.step, self.epoch, self._only = 0, 0, ""
+        self._follow, self._batches = (lambda _epoch: None), (lambda: (0, 0))
+
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
 
@@ -259,6 +263,11 @@ class Tracker:
                 )
         self.state._follow, self.state._batches = self._set_epoch, self._count_batches
 
+    def emptied(self) -> Tracker:
+        """A tracker of nothing, with the same counters, which begin at 0."""
+        self.state._begin_again()
+        return Tracker(self.state)
+
     def names(self) -> set[str]:
         return {*(each.name for each in self._models), *(each.name for each in self._optimizers), *self.others}
 
@@ -266,6 +275,9 @@ class Tracker:
     def optimizers(self) -> list[Optimizer]:
         found = [each.optimizer for each in self._optimizers]
         return found + [each for each in self.others.values() if isinstance(each, Optimizer)]
+
+    def named_models(self) -> list[tuple[str, nn.Module]]:
+        return [(each.name, each.module) for each in self._models]
 
     @property
     def models(self) -> list[nn.Module]:
@@ -414,6 +426,18 @@ class Tracker:
                 "lost and repeated. Give it a method regroup(rank, world), take ht.DataLoader, or begin its epoch "
                 f"again: resume(optional=['{name}'])"
             )
+
+    def lacks_parts(self, saved: Saved, rank: int) -> bool:
+        """Whether parts of tensors that this rank has may be missing: shards of other ranks. Raises ShardingError."""
+        shared, text = Shared(), text_of(saved, rank)
+        for model in self._models:
+            model.collect(model.live(), shared, codec.Encoder())
+        parts = [(key, tensor) for key, tensor in shared.tensors.items() if key in saved.pieces]
+        for each in self._optimizers:
+            if each.name in text["optimizers"]:
+                of_optimizer = each.saved_tensors(_merged(saved, text, each.name), text["models"])
+                parts += [(key, parameter) for key, _, parameter in of_optimizer]
+        return not all(saved.has_part(key, tensor) for key, tensor in parts)
 
     def targets(self, saved: Saved, rank: int, fit: Fit) -> Targets:
         """The shared tensors to fill before `restore`."""

@@ -1,0 +1,203 @@
+"""A training that makes its sharded model in the function, in which ranks are lost: sharded.py FOLDER CASE
+
+CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, ddp), `steps` of an epoch, `memory` (steps from one state
+in memory to the next), `disk` (steps between saves to the disk) and `drawn` (dropout).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lost_ranks import CASE, FOLDER, World, end, reach, row
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import holdfast.train as ht
+from holdfast.train import save as saving
+
+GLOBAL = 12
+STEPS = CASE.get("steps", 8)
+EPOCHS = CASE.get("epochs", 2)
+
+
+class Now:
+    """The state of the loop."""
+
+    step = 0
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return STEPS * GLOBAL
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return row(index)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.dropout = nn.Dropout(0.2 if CASE.get("drawn") else 0.0)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.down(self.dropout(torch.relu(self.up(rows))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        within = self.blocks[0](rows)
+        reach("forward", Now.step)
+        within.register_hook(in_backward)
+        return self.head(self.blocks[1](within)).square().mean()
+
+
+def in_backward(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradients of the second block are on their way."""
+    reach("backward", Now.step)
+    return gradient
+
+
+class Stopping:
+    """Made before the function, and tracked in it."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+def made(pg: Any) -> nn.Module:
+    net = Net()
+    kind = CASE.get("kind", "fsdp")
+    if kind == "ddp":
+        return ht.ddp(net, pg)
+    if kind == "tensor":
+        mesh = pg.mesh(tensor=pg.world)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for each in net.blocks:
+            parallelize_module(each, mesh, plan)
+        return net
+    mesh = init_device_mesh("cpu", (pg.world,)) if kind == "fsdp" else pg.mesh(replicate=-1, shard=2)
+    for each in net.blocks:
+        fully_shard(each, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    held = hashlib.sha256()
+    for each in tensors:
+        held.update(whole(each).contiguous().numpy().tobytes())
+    return held.hexdigest()[:16]
+
+
+def in_saves() -> None:
+    """A rank may be lost when its part is copied, before the others learn of it."""
+    fill = saving.fill
+
+    def filled(*arguments: Any) -> bool:
+        done = fill(*arguments)
+        reach("save", Now.step)
+        return done
+
+    saving.fill = filled
+
+
+def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
+    snaps.track(model=model)
+    snaps.resume()
+
+    @ht.survive(snaps)
+    def train() -> None:
+        assert isinstance(model, nn.Module)
+
+    train()
+
+
+def main() -> None:
+    in_saves()
+    disk = CASE.get("disk")
+    every, copies = f"{disk} steps" if disk else None, CASE.get("copies", 0)
+    snaps = ht.Snapshots(FOLDER / "runs", every, memory_every=CASE.get("memory", 3), copies=copies)
+    with ht.process_group() as pg, snaps:
+        index, stopping, calls = ["made", "once"], Stopping(), list[Any]()
+        older = list[weakref.ref[nn.Module]]()
+        torch.manual_seed(1)
+        before = CASE.get("before")
+        mesh = pg.mesh(shard=-1) if before == "mesh" else None
+        older_model = Net() if before == "plain" else made(pg) if before in ("model", "resumed") else None
+        if before == "resumed":
+            train_made_before(snaps, older_model)
+            return
+
+        @ht.survive(snaps)
+        def train() -> dict[str, Any]:
+            World.size = pg.world
+            left = sum(each() is not None for each in older)
+            reach("build again" if (FOLDER / "fault.0").exists() else "build", 0)
+            if mesh is not None:
+                mesh.get_group()
+            model = made(pg) if older_model is None else fully_shard(older_model)
+            older.append(weakref.ref(model))
+            adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
+            ranks = None if CASE.get("kind") != "tensor" else (0, 1)
+            loader = ht.DataLoader(Rows(), GLOBAL, True, global_batch_size=GLOBAL, seed=7, ranks=ranks)
+            state = snaps.track(model=model, adam=adam, schedule=schedule, loader=loader, stopping=stopping)
+            resumed = snaps.resume()
+            source = "" if resumed is None else resumed.source
+            calls.append([os.getpid(), id(index), pg.world, state.step, source, left])
+            Now.step = state.step
+            reach("resumed", state.step)
+            for _ in state.epochs(EPOCHS):
+                for rows in loader:
+                    Now.step = state.step
+                    reach("begin", state.step)
+                    with ht.accumulate(model, loader) as micro:
+                        micro.backward(model(rows))
+                    reach("gradients", state.step)
+                    adam.step()
+                    reach("optimizer", state.step)
+                    adam.zero_grad()
+                    schedule.step()
+                    stopping.losses.append(float(micro.loss))
+                    snaps.step(loss=micro.loss)
+                    reach("between steps", state.step)
+                reach("end of an epoch", state.step)
+            moments = [each for held in adam.state.values() for each in held.values()]
+            return {
+                "step": state.step,
+                "parameters": digest([*model.parameters(), *moments]),
+                "weights": [whole(each).double().sum().item() for each in model.parameters()],
+                "random": digest([torch.get_rng_state()]),
+                "rates": schedule.get_last_lr(),
+            }
+
+        found = train()
+        dist.barrier()
+        end(**found, losses=stopping.losses, calls=calls)
+
+
+main()
