@@ -21,6 +21,7 @@ from tests.train.test_survival import (
     finished,
     jobs,  # noqa: F401
     leave_nothing,
+    lost_steps,
     ready,
     replaced,
     shrunk,
@@ -79,14 +80,14 @@ def same_training(ends: Ends, others: Ends) -> None:
         assert own == other
 
 
-KINDS = {"FSDP2": "fsdp", "DDP": "ddp"}
+KINDS = {"FSDP2": {}, "DDP": {"kind": "ddp"}, "FSDP2, the loader made before": {"before": "loader"}}
 SHRINKS: Losses = [(1, "forward", 4), (3, "backward", 8), (0, "between steps", 11)]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_fewer_ranks_train_the_same(jobs: WarmJobs, tmp_path: Path, kind: str) -> None:  # noqa: F811
+def test_fewer_ranks_train_the_same(jobs: WarmJobs, tmp_path: Path, kind: dict[str, str]) -> None:  # noqa: F811
     """As one rank alone, but for the order of sums. The state of each lost rank is read from its slot."""
-    case = {"exact": True, "kind": kind}
+    case: dict[str, Any] = {"exact": True, **kind}
     (reference,) = undisturbed(jobs, tmp_path / "reference", SCRIPT, world=[0], **case)
     left = [0, 1, 2, 3]
     with started(jobs, tmp_path / "lost", SCRIPT, world=left, **case, faults=SHRINKS) as agent:
@@ -159,6 +160,7 @@ MADE_BEFORE = {
     "a device mesh": ("mesh", "mesh, a DeviceMesh,"),
     "a sharded model that has its state": ("resumed", "model, which is sharded,"),
     "a plain model that is sharded in the function": ("plain", "model, which it tracks,"),
+    "a loader for some ranks": ("ranks", "loader, which has ranks of its own,"),
 }
 
 
@@ -177,6 +179,26 @@ def test_what_ends_with_the_ranks_is_refused_if_it_was_made_before(
     assert all(
         f"MadeBeforeError: ht.survive: {what} was made before train(), and ends with" in line for line in lines
     ), lines
+
+
+def test_a_loader_made_before_follows_a_loss_that_comes_before_it_is_tracked(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    case = {"exact": True, "before": "loader", "steps": 3, "epochs": 1}
+    (reference,) = undisturbed(jobs, tmp_path / "reference", SCRIPT, world=[0], **case)
+    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(0, "build", 0)]) as agent:
+        agent.ended([0])
+        shrunk(agent, 1, 2)
+        ends = finished(agent, tmp_path / "lost", [1, 2])
+    for each in ends:
+        assert each["losses"] == pytest.approx(reference["losses"], rel=1e-7)
+
+
+def test_the_function_makes_the_model_once(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    with started(jobs, tmp_path / "again", SCRIPT, world=[0], steps=2, epochs=1, again=True) as agent:
+        assert agent.ended([0]) == [1]
+        assert "TrackingError: ht.survive: train() makes what it tracks, and was called already" in agent.logs()
 
 
 def test_without_an_agent_a_sharded_model_made_before_is_a_plain_call(
@@ -202,19 +224,62 @@ def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path)
     leave_nothing(used)
 
 
-def test_hsdp_goes_on_with_the_replicas_that_fit(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
-    """2 × 2 ranks, then 1 × 2: the state of the lost ones is in memory, whatever the mesh is."""
-    case = {"exact": True, "kind": "hsdp", "world": [0, 1, 2, 3]}
+HSDP = {
+    "each shard has a living replica": ((1, 2), True, 7),
+    "both replicas of a shard are lost": ((1, 3), True, 6),
+    "an object of the program's own may differ": ((1, 2), False, 6),
+}
+
+
+@pytest.mark.parametrize(("lost", "nothing", "step"), HSDP.values(), ids=HSDP)
+def test_hsdp_goes_on_with_the_replicas_that_fit(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+    lost: tuple[int, int],
+    nothing: bool,
+    step: int,
+) -> None:
+    """2 × 2 ranks, then 1 × 2. Without a replica the state of the step before is in memory, whatever the mesh is."""
+    case = {"exact": True, "kind": "hsdp", "world": [0, 1, 2, 3], "nothing of its own": nothing}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
-    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "backward", 7), (2, "backward", 7)]) as agent:
-        agent.ended([1, 2])
-        shrunk(agent, 0, 3)
-        ends = finished(agent, tmp_path / "lost", [0, 3])
+    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(rank, "backward", 7) for rank in lost]) as agent:
+        agent.ended(lost)
+        left = [each for each in range(4) if each not in lost]
+        shrunk(agent, *left)
+        ends = finished(agent, tmp_path / "lost", left)
     for own, other in zip(ends, reference, strict=False):
         calls = calls_of(own)
         is_kept(calls)
-        assert [(world, step) for *_, world, step, _, _ in calls] == [(4, 0), (2, 6)]
+        assert [(world, began) for *_, world, began, _, _ in calls] == [(4, 0), (2, step)]
         assert own["weights"] == pytest.approx(other["weights"], rel=1e-7)
+
+
+REPLICAS = {
+    "HSDP": ("hsdp", [(1, "forward", 5), (0, "backward", 8), (3, "optimizer", 10), (2, "between steps", 13)]),
+    "DDP": ("ddp", [(0, "backward", 5), (1, "forward", 7), (0, "optimizer", 10), (2, "between steps", 14)]),
+}
+
+
+@pytest.mark.parametrize(("kind", "losses"), REPLICAS.values(), ids=REPLICAS)
+def test_no_step_is_lost_where_each_part_has_a_living_replica(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    losses: Losses,
+) -> None:
+    """Dropout, too: the random numbers of the lost rank are known."""
+    monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
+    world = [0, 1, 2, 3] if kind == "hsdp" else [0, 1, 2]
+    case = {"world": world, "kind": kind, "drawn": True, "memory": 100, "nothing of its own": True}
+    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
+    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=losses) as agent:
+        for rank, _, _ in losses:
+            replaced(agent, rank, world=world)
+        ends = finished(agent, tmp_path / "lost", world)
+    assert agent.said("refuse") == set()
+    assert lost_steps(agent) == dict.fromkeys(range(2, len(losses) + 2), 0)
+    same_training(ends, reference)
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "tensor"])

@@ -224,7 +224,7 @@ class TrackingError(CallerError, code="HF133"):
 
 
 class MadeBeforeError(TrackingError, code="HF136"):
-    """A sharded model, a device mesh or a process group of a function in `ht.survive` was made before the function."""
+    """`ht.survive`: what ends with the ranks that it was made for, as a sharded model, was made before the function."""
 
 
 class WorkerError(HoldfastError, code="HF200"):

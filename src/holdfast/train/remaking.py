@@ -18,6 +18,8 @@ generation, and the function is called again in the same process: `snaps.resume(
 complete over the memory of the ranks, also those that are lost (snapshots/slots.py), on any number of ranks. What was
 made before the function, and the process itself, are kept.
 
+Where living ranks have all parts of the last complete step, they leave these in memory before (replica_state.py).
+
 Such a state is complete before training begins: without one a first loss would leave objects changed that were made
 before the function and are tracked in it. So `resume()` saves to memory when it finds nothing.
 
@@ -32,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -46,9 +48,12 @@ from holdfast.protocol.errors import MadeBeforeError
 from holdfast.train import torch_private
 from holdfast.train.agent_channel import AgentChannel, Release, is_replacement
 from holdfast.train.carrying import check_function, is_sharded, name_of, used_by, why_data_stay
+from holdfast.train.data.loader import DataLoader
+from holdfast.train.data.sampler import DistributedSampler
 from holdfast.train.generation_calls import GenerationCalls, RegroupReport
 from holdfast.train.group import ProcessGroup
-from holdfast.train.random_numbers import random_state, set_random_state
+from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
+from holdfast.train.replica_state import ReplicaState, replica_state
 from holdfast.train.state import Tracker
 from holdfast.train.untracked import UntrackedOptimizers
 from holdfast.worker import drain
@@ -67,14 +72,16 @@ class Remaker:
     ) -> None:
         """Raises MadeBeforeError for what was made before the function and ends with a generation."""
         self._snaps, self._function = snaps, function
-        self._older = _modules()
-        """The modules that were made before the function was called, by their identities."""
+        self._older = _modules_and_data()
+        """The modules, loaders and samplers that were made before the function was called, by their identities."""
         self._check_made_before()
         self._calls = GenerationCalls(group, channel)
         self._random = random_state()
         """Random numbers before the first call: a call that finds no state begins with the same weights."""
         self._optimizers: UntrackedOptimizers | None = None
         """Optimizers that step the present models; None: there is no model yet."""
+        self._replicas: ReplicaState | None = None
+        """The state after the last complete step; None: a loss loses parts of it, or there is no model yet."""
         self._checked = False
         """Whether the function was checked."""
 
@@ -95,7 +102,8 @@ class Remaker:
         """Nothing is prepared: the function makes everything."""
 
     def may_interrupt(self) -> bool:
-        return True  # whatever is half done belongs to the function, and is let go
+        # Whatever is half done belongs to the function, and is let go. But a state that is half marked is of no step.
+        return self._replicas is None or not self._replicas.stepping
 
     def step(self) -> int:
         return self._snaps.state.step
@@ -107,6 +115,12 @@ class Remaker:
     def go_on(self, report: RegroupReport) -> None:  # noqa: ARG002 - `resumed` completes it
         """Let everything go, and enter the next generation."""
         self._optimizers = None
+        saving, replicas, self._replicas = self._snaps._stop_saving(), self._replicas, None
+        if replicas is not None:
+            if saving is not None:
+                replicas.leave(saving)
+            replicas.close()
+        del saving, replicas
         self._snaps._let_go()
         gc.collect()  # modules, their hooks and meshes refer to each other
         torch_private.forget_meshes()
@@ -118,6 +132,9 @@ class Remaker:
         set_random_state(self._random)
 
     def _leave(self) -> None:
+        if self._replicas is not None:
+            self._replicas.close()
+            self._replicas = None
         self._snaps._survivor = self._snaps._remaker = None
         self._calls.leave()
 
@@ -128,15 +145,22 @@ class Remaker:
         for name, model in tracker.named_models():
             if any(self._is_older(each) for each in model.modules()):
                 raise _refusal(f"{name}, which it tracks,", self._function)
+        for name, follower in tracker.followers().items():
+            if self._is_older(follower) and not getattr(follower, "_follows_group", True):
+                raise _refusal(f"{name}, which has ranks of its own,", self._function)
+        tracker.random_record = RandomRecord.at(self._snaps.memory_place, RandomNumbers().states)
         if not self._checked:
             self._checked = True
             check_function(self._function, tracker)
 
     def resumed(self, steps_lost: int) -> None:
         """Everything that is tracked has its state. `steps_lost`: steps that are done again."""
+        self._snaps._made_in = name_of(self._function)
         tracker, report = self._snaps._tracker, self._calls.report
         if report is not None:
             report.step, report.steps_lost = self._snaps.state.step, steps_lost
+        for parameter in (each for model in tracker.models for each in model.parameters()):
+            parameter.grad = None  # it may have been made before: then it has a part of a step that is given up
         for each in tracker.others.values():
             if isinstance(each, GradScaler):  # it may have been made before: then it has noted a step that is given up
                 torch_private.forget_steps(each)
@@ -145,6 +169,9 @@ class Remaker:
             self.withdraw(why)
         elif not self._snaps.memory_place:
             self.withdraw("states are not in memory, from which the ranks could go on")
+        else:
+            world, lock = self._calls.group.world, self._calls.channel.uninterrupted
+            self._replicas = replica_state(tracker, self._snaps.memory_place, world, lock)
 
     def outlives(self, error: BaseException) -> bool:
         """Whether this process goes on after the error, which is the consequence of a loss."""
@@ -155,6 +182,8 @@ class Remaker:
         optimizer is not tracked."""
         if self._optimizers is not None:
             self._optimizers.check()
+        if self._replicas is not None:
+            self._replicas.mark()
         self._calls.step_is_done()
         self._calls.leave_if_cut()
 
@@ -168,8 +197,8 @@ class Remaker:
         drain.before_stop(None)
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._optimizers is not None:
-            self._optimizers.note(optimizer)
+        if self._optimizers is not None and self._optimizers.note(optimizer) and self._replicas is not None:
+            self._replicas.note_stepping()
 
     # --- what was made before ---------------------------------------------------------------------------------------
 
@@ -181,11 +210,12 @@ class Remaker:
         check_not_sharded(((name, each) for name, each in used if isinstance(each, nn.Module)), self._function)
         # Not all that the function uses is found by its names.
         rest = (each for reference in self._older.values() if (each := reference()) is not None)
-        check_not_sharded(((f"a {type(each).__name__}", each) for each in rest), self._function, recurse=False)
+        modules = ((f"a {type(each).__name__}", each) for each in rest if isinstance(each, nn.Module))
+        check_not_sharded(modules, self._function, recurse=False)
 
-    def _is_older(self, module: nn.Module) -> bool:
-        reference = self._older.get(id(module))
-        return reference is not None and reference() is module
+    def _is_older(self, each: object) -> bool:
+        reference = self._older.get(id(each))
+        return reference is not None and reference() is each
 
 
 def check_not_sharded(
@@ -206,12 +236,9 @@ def _refusal(what: str, function: Callable[..., Any]) -> MadeBeforeError:
     )
 
 
-def _modules() -> dict[int, weakref.ref[nn.Module]]:
-    """All modules of this process, by their identities."""
+def _modules_and_data() -> dict[int, weakref.ref[Any]]:
+    """All modules of this process, and our loaders and samplers, by their identities."""
     gc.collect()  # a module that is not used any more is no reason to refuse
-    return {id(each): weakref.ref(each) for each in _found()}
-
-
-def _found() -> Iterator[nn.Module]:
+    kinds = (nn.Module, DataLoader, DistributedSampler)
     # Not isinstance: an object that stands for another one may answer it with work of its own.
-    return (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+    return {id(each): weakref.ref(each) for each in gc.get_objects() if issubclass(type(each), kinds)}

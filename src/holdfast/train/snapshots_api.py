@@ -21,7 +21,6 @@ import os
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -46,7 +45,7 @@ from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
-from holdfast.train.save import Pruner, SaveRules, Saving
+from holdfast.train.save import ALONE_SAVE, Pruner, SaveRules, Saving
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.changes import Keep
@@ -119,14 +118,6 @@ class _Before:
     def packed(self) -> list[Any]:
         """The fields that the other ranks need."""
         return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
-
-
-def _reference(each: Any) -> Callable[[], Any]:
-    """A weak reference, if the object can have one."""
-    try:
-        return weakref.ref(each)
-    except TypeError:
-        return lambda: each
 
 
 class Snapshots:
@@ -203,12 +194,12 @@ class Snapshots:
         """The survivor while the training function runs in `ht.survive`; None: it does not."""
         self._remaker: Remaker | None = None
         """The same, if the function makes what is tracked, and calls `resume()`; None: it does not."""
+        self._made_in = ""
+        """The name of the function in which `resume()` was called, in `ht.survive`; empty: there is none."""
         self._new_world: tuple[Peers, int] | None = None
         """The ranks, and the generation, in which the function makes everything again, until it has called `resume()`;
         None: the world is the one in which this process was started."""
         self._before = _Before()
-        self._older: list[Callable[[], Any]] = []
-        """References to tracked objects of the world before; those that still exist were made before the function."""
         self._at_safe_point: WherePending | None = None
         """The ranks on which gradients are pending, while `step()` is at a safe point; None: it is not."""
         self._survival_said = False
@@ -321,7 +312,7 @@ class Snapshots:
             saving.take_ahead()
         if self._remaker is not None:
             with self._closed_by_failure():
-                self._begin_remade(self._remaker, saving, resumed)
+                self._begin_remade(self._remaker, saving, resumed, resumer.state)
         return resumed
 
     @contextlib.contextmanager
@@ -353,7 +344,7 @@ class Snapshots:
         else:
             tier.regroup(peers.rank, peers.world, self._new_world[1])
             self._take_folder_again(peers)
-            self._regroup_older(peers)
+            self._regroup_data(peers)
         return peers, tier
 
     def _open_tier(self, rank: int, world: int) -> Tier:
@@ -413,31 +404,38 @@ class Snapshots:
 
     # --- functions that make again what is tracked: see remaking.py --------------------------------------------------
 
+    def _stop_saving(self) -> Saving | None:
+        """Stop what saves in the background. Returns the object that saves; None: there is none."""
+        if self._saving is not None:
+            self._saving.stop()
+        return self._saving
+
     def _let_go(self) -> None:
         """Let go of all that is tracked: the training function makes it again, and calls `track` and `resume`. Memory,
         folder and schedule are kept."""
         if self._saving is not None:
             self._opened = self._saving.tier
-            self._saving.stop()
             if self._new_world is None:  # otherwise training has not begun again since the last loss
                 facts = (self.state.step, self._schedule.durable_step, self._durable_epoch, self._unsaved)
                 self._before = _Before(*facts, self._saving.errors)
         self._stop_hooks()
-        self._older = [_reference(each) for each in self._tracker.others.values()]
         self._tracker = self._tracker.emptied()
         self._saving = self._passes = self._untracked = self._life = None
         self._pending = PendingGradients()
         self._metrics, self._save_wanted, self._at_safe_point = {}, False, None
 
-    def _regroup_older(self, peers: Peers) -> None:
-        """Let data that were made before the training function follow the world; others were made for it."""
-        older = {id(each) for reference in self._older if (each := reference()) is not None}
+    def _regroup_data(self, peers: Peers) -> None:
+        """Let data follow the world: they may have been made before the training function. Those with ranks of their
+        own were made in it (`Remaker.check`)."""
         for each in self._tracker.followers().values():
-            if id(each) in older:
+            if getattr(each, "_follows_group", True):
                 each.regroup(peers.rank, peers.world)
 
-    def _begin_remade(self, remaker: Remaker, saving: Saving, resumed: Resumed | None) -> None:
-        """Begin to train what the training function has made; all ranks call this."""
+    def _begin_remade(
+        self, remaker: Remaker, saving: Saving, resumed: Resumed | None, state: tuple[int, int, int] | None
+    ) -> None:
+        """Begin to train what the training function has made; all ranks call this. `state`: that in memory from which
+        it goes on."""
         lost = 0
         if self._new_world is not None:
             reports = saving.peers.all_gather(self._before.packed())
@@ -447,9 +445,11 @@ class Snapshots:
                 self._schedule.follow([min(newest.durable_step, step), step, step + 1])
                 self._durable_epoch, self._unsaved = newest.durable_epoch, newest.unsaved
             saving.errors += self._before.errors
-        self._new_world, self._before, self._older = None, _Before(), []
+        saving.resumed_from(state)
+        self._new_world, self._before = None, _Before()
         remaker.resumed(lost)
-        if resumed is None:  # from now on there is a state of all that is tracked, also of what is older
+        # From now on there is a state of all that is tracked, also of what is older, and it is whole on each node.
+        if resumed is None or (state is not None and state[2] == ALONE_SAVE):
             self._save(saving, durable=False)
 
     def _save_at_safe_point(self, *, leaves: bool) -> None:

@@ -31,7 +31,13 @@ from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.train import state_codec as codec
 from holdfast.train.own_objects import is_data
-from holdfast.train.random_numbers import equal_parts, random_state, set_random_state
+from holdfast.train.random_numbers import (
+    RandomNumbers,
+    RandomRecord,
+    equal_parts,
+    random_state,
+    set_random_state,
+)
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
 from holdfast.train.sharding import OWN, TIED
@@ -49,6 +55,8 @@ from holdfast.train.tracked import (
 )
 
 FORMAT = 1
+ALONE, STAND_IN = "alone", "stand in"
+"""Marks of a text: its rank has left the state without the others; it stands for that of another rank."""
 
 
 @dataclass
@@ -228,6 +236,9 @@ class Tracker:
     others: dict[str, Any] = field(default_factory=dict)
     """Objects that are neither models nor torch's optimizers, by name."""
     _kept: _Parts | None = None
+    random_record: RandomRecord | None = None
+    """The random numbers that this rank, or the lost one that it replaces, had after its last steps; None: not known.
+    """
     loaded: dict[str, Any] = field(default_factory=dict)
     """The positions that `restore` has given to data that are no loaders of ours."""
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -337,8 +348,9 @@ class Tracker:
         loaders = [each for each in self.others.values() if getattr(each, "_resumable", False)]
         return (loaders[0].remaining, len(loaders[0])) if len(loaders) == 1 else (0, 0)
 
-    def collect(self, rank: int, world: int) -> Collected:
-        """The state to save now. Raises codec.StateTypeError, naming the value that cannot be saved."""
+    def collect(self, rank: int, world: int, *, alone: bool = False) -> Collected:
+        """The state to save now. `alone`: this rank leaves it without the others (`Saving.leave_alone`). Raises
+        codec.StateTypeError, naming the value that cannot be saved."""
         encoder = codec.Encoder(f"{OWN}{rank}/")
         parts = self._parts(encoder)
         tree = {
@@ -355,7 +367,8 @@ class Tracker:
             "kinds": self._kinds(),
             "only": self.chosen,
             "random": encoder.encode(random_state(), "random"),
-            "orders": [] if rank else self.reducers.orders,
+            "orders": [] if rank and not alone else self.reducers.orders,
+            **({ALONE: True} if alone else {}),
             TIED: parts.tied,
         }
         return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles)
@@ -395,6 +408,8 @@ class Tracker:
         """The differences between the snapshot and the tracked objects: input of `tracked.together`. `world`: the
         number of ranks on which it is restored; 0: as many as saved it."""
         text = text_of(saved, rank)
+        if text.get(STAND_IN) and world == text["world"] and not self._has_random(text["step"]):
+            raise ShardingError(f"the random numbers of rank {rank} are not available")
         there = {name for part in ("models", "optimizers", "others") for name in text[part]}
         whole = choice.only is None or text.get("only") == sorted(choice.only)
         self.state._only = "" if whole else str(sorted(choice.only or ()))
@@ -487,12 +502,18 @@ class Tracker:
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
         drawn = codec.decode(text["random"], saved.fresh)
-        if world == world_then:
+        if world == world_then and text.get(STAND_IN):
+            assert self.random_record is not None
+            RandomNumbers().restore(self.random_record.read(self.state.step))
+        elif world == world_then:
             set_random_state(drawn)
         else:
             done.seed = text["random"]["torch"]["$bytes"]
             done.equal = sorted(equal_parts([each["random"] for each in saved.texts])) if len(saved.texts) > 1 else None
         return done
+
+    def _has_random(self, step: int) -> bool:
+        return self.random_record is not None and self.random_record.read(step) is not None
 
     def state_in(self, saved: Saved, name: str) -> Any:
         """The state of this object, which is neither a model nor an optimizer, in an image of one rank."""
@@ -524,11 +545,21 @@ def text_of(saved: Saved, rank: int) -> dict[str, Any]:
         raise ShardingError(
             "torch.distributed.checkpoint.save made the snapshot: load it with its load() and ht.SnapshotReader"
         )
+    if found is None and all(each.get(ALONE) for each in texts.values()):
+        found = _stand_in(sorted(texts.values(), key=lambda each: codec.expect(each.get("rank"), int, "rank")))
     if found is None:
         raise ShardingError(f"the state of rank {rank % world_then} is not available")
     if found.get("format") != FORMAT:
         raise ShardingError(f"the snapshot has the format {found.get('format')}, this holdfast reads {FORMAT}")
     return found
+
+
+def _stand_in(texts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The text in place of that of a lost rank, whose state others have left after its loss: theirs, if all are equal
+    but for random numbers; None: they differ."""
+    first = texts[0]
+    same = all(each[part] == first[part] for each in texts for part in ("models", "optimizers", "others", "epoch"))
+    return {**first, STAND_IN: True} if same else None
 
 
 def _merged(saved: Saved, text: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -124,6 +124,10 @@ def _survivor_of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | R
         return survivor  # a replacement, which has joined in resume()
     if snaps._not_survived:
         return None
+    if snaps._made_in:
+        raise TrackingError(
+            f"ht.survive: {snaps._made_in}() makes what it tracks, and was called already: call one such function, once"
+        )
     group = open_group()
     why = why_plain(group, snaps._tracker) if keeps else why_not_made_again(group)
     channel = AgentChannel.open() if why is None else None

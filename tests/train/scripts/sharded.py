@@ -102,6 +102,10 @@ def made(pg: Any) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
+def made_loader(ranks: tuple[int, int] | None) -> ht.DataLoader[torch.Tensor]:
+    return ht.DataLoader(Rows(), GLOBAL, True, global_batch_size=GLOBAL, seed=7, ranks=ranks)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -146,6 +150,7 @@ def main() -> None:
         older = list[weakref.ref[nn.Module]]()
         torch.manual_seed(1)
         before = CASE.get("before")
+        loader_before = made_loader((0, 1) if before == "ranks" else None) if before in ("loader", "ranks") else None
         mesh = pg.mesh(shard=-1) if before == "mesh" else None
         older_model = Net() if before == "plain" else made(pg) if before in ("model", "resumed") else None
         if before == "resumed":
@@ -163,9 +168,9 @@ def main() -> None:
             older.append(weakref.ref(model))
             adam = torch.optim.Adam(model.parameters(), lr=1e-2)
             schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
-            ranks = None if CASE.get("kind") != "tensor" else (0, 1)
-            loader = ht.DataLoader(Rows(), GLOBAL, True, global_batch_size=GLOBAL, seed=7, ranks=ranks)
-            state = snaps.track(model=model, adam=adam, schedule=schedule, loader=loader, stopping=stopping)
+            loader = loader_before or made_loader((0, 1) if CASE.get("kind") == "tensor" else None)
+            own = {} if CASE.get("nothing of its own") else {"stopping": stopping}
+            state = snaps.track(model=model, adam=adam, schedule=schedule, loader=loader, **own)
             resumed = snaps.resume()
             source = "" if resumed is None else resumed.source
             calls.append([os.getpid(), id(index), pg.world, state.step, source, left])
@@ -196,8 +201,10 @@ def main() -> None:
             }
 
         found = train()
+        if CASE.get("again"):
+            train()
         dist.barrier()
-        end(**found, losses=stopping.losses, calls=calls)
+        end(**found, losses=[] if CASE.get("nothing of its own") else stopping.losses, calls=calls)
 
 
 main()
