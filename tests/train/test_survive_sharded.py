@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.train.quarantine import PREVIOUS_END
 from tests.support.limits import until
 from tests.train.test_survival import (
     REGROUPS,
@@ -153,6 +154,22 @@ def test_from_the_disk_if_the_memory_of_a_lost_rank_is_lost_too(jobs: WarmJobs, 
     for each in ends:
         assert each["calls"][-1][3:5] == [4, "disk"]
     same_training(ends, reference)
+
+
+def test_a_failure_before_the_job_is_judged_once(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would make the state suspect from which the ranks have gone on after a loss."""
+    monkeypatch.setenv(PREVIOUS_END, "failed 5 ValueError: the loss is nan")
+    losses = [(1, "forward", 4), (2, "forward", 7)]
+    with started(jobs, tmp_path / "lost", SCRIPT, faults=losses) as agent:
+        for rank, _, _ in losses:
+            replaced(agent, rank)
+        (end, *_) = finished(agent, tmp_path / "lost")
+        assert "suspect" not in agent.logs()
+    assert [step for _, _, _, step, *_ in end["calls"]] == [0, 3, 6]
 
 
 MADE_BEFORE = {

@@ -52,6 +52,7 @@ from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
 from holdfast.train.generation_calls import GenerationCalls, RegroupReport
 from holdfast.train.group import ProcessGroup
+from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
 from holdfast.train.replica_state import ReplicaState, replica_state
 from holdfast.train.state import Tracker
@@ -128,6 +129,7 @@ class Remaker:
 
     def _enter(self) -> None:
         peers = self._calls.enter(self._calls.channel.await_go())
+        forget_previous_end()
         self._snaps._new_world = peers, self._calls.generation
         set_random_state(self._random)
 
@@ -171,7 +173,8 @@ class Remaker:
             self.withdraw("states are not in memory, from which the ranks could go on")
         else:
             world, lock = self._calls.group.world, self._calls.channel.uninterrupted
-            self._replicas = replica_state(tracker, self._snaps.memory_place, world, lock)
+            if not self._snaps._options.replicas_differ:
+                self._replicas = replica_state(tracker, self._snaps.memory_place, world, lock)
 
     def outlives(self, error: BaseException) -> bool:
         """Whether this process goes on after the error, which is the consequence of a loss."""
