@@ -98,6 +98,19 @@ def test_a_sharded_model_is_made_again_for_the_ranks_that_are_there(job_folder: 
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+def test_a_spare_comes_to_the_safe_point_at_which_a_replacement_joins(job_folder: JobFolder) -> None:
+    """It makes no steps, and the others make no more than they have to."""
+    case = {"epochs": 60, "memory": 30, "kind": "hsdp", "multiple": 2, "nothing of its own": True}
+    case["faults"] = [[1, "backward", 37]]
+    line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "1", SHARDED)
+    agent = job_folder.ends(0, *line, job_folder.folder, json.dumps(case), limit_s=LIMIT_S)
+    found = ends(job_folder, 4)
+    worlds = [[world for _, _, world, *_ in each["calls"]] for each in found]
+    assert worlds == [[4, 2, 4], [4], [4, 2, 4], [4, 4]], agent.text
+    assert {each["generation"]: each["steps_lost"] for each in agent.events("went_on")}[3] == 0
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
 def test_steps_that_are_longer_than_the_limit_of_a_release_cost_no_other_process(job_folder: JobFolder) -> None:
     """Neither when a rank is lost in the middle of one, nor when its replacement joins."""
     line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", "--max-restarts", "1")

@@ -271,6 +271,47 @@ def test_hsdp_goes_on_with_the_replicas_that_fit(
         assert own["weights"] == pytest.approx(other["weights"], rel=1e-7)
 
 
+FOUR = [0, 1, 2, 3]
+SPARE = {"exact": True, "kind": "hsdp", "world": FOUR, "multiple": 2, "nothing of its own": True}
+
+
+def test_ranks_that_do_not_fit_wait_as_spares_until_they_do(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **SPARE)
+    faults = [(1, "backward", 5), (0, "begin", 9, "wait")]
+    with started(jobs, tmp_path / "lost", SCRIPT, **SPARE, faults=faults) as agent:
+        agent.ended([1])
+        shrunk(agent, 0, 2, 3)
+        agent.until((tmp_path / "lost/fault.1").exists, "two ranks train")
+        assert agent.logs().count("rank 2 waits as a spare: ranks= lets 2 train") == 1
+        ready(agent, 1, world=FOUR)
+        agent.release(FOUR)
+        (tmp_path / "lost/go on after 9").touch()
+        agent.await_said(FOUR, "gate", generation=3)
+        agent.go(FOUR)
+        ends = finished(agent, tmp_path / "lost", FOUR)
+    calls = [calls_of(each) for each in ends]
+    assert [[world for _, _, world, *_ in each] for each in calls] == [[4, 2, 4], [4], [4, 2, 4], [4, 4]]
+    for each in calls:
+        is_kept(each)
+    for own, other in zip(ends, reference, strict=True):
+        assert own["weights"] == pytest.approx(other["weights"], rel=1e-7)
+
+
+def test_a_spare_ends_with_the_others(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    with started(jobs, tmp_path / "lost", SCRIPT, **SPARE, faults=[(1, "forward", 5)]) as agent:
+        agent.ended([1])
+        shrunk(agent, 0, 2, 3)
+        finished(agent, tmp_path / "lost", [0, 2])
+        assert agent.ended([3]) == [0]
+    assert not (tmp_path / "lost/end.3").exists()
+
+
+def test_a_number_of_ranks_that_do_not_all_train_is_refused(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    with started(jobs, tmp_path / "three", SCRIPT, multiple=2) as agent:
+        assert agent.ended([0, 1, 2]) == [1, 1, 1]
+        assert "ProcessGroupError: ht.survive(ranks=…): 2 of 3 ranks would train: start 2" in agent.logs()
+
+
 REPLICAS = {
     "HSDP": ("hsdp", [(1, "forward", 5), (0, "backward", 8), (3, "optimizer", 10), (2, "between steps", 13)]),
     "DDP": ("ddp", [(0, "backward", 5), (1, "forward", 7), (0, "optimizer", 10), (2, "between steps", 14)]),

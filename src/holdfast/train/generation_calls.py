@@ -79,9 +79,12 @@ class Rank(Protocol):
 class GenerationCalls:
     """The calls of one training function in one process."""
 
-    def __init__(self, group: ProcessGroup, channel: AgentChannel) -> None:
+    def __init__(
+        self, group: ProcessGroup, channel: AgentChannel, ranks: Callable[[int], int] = lambda world: world
+    ) -> None:
+        """`ranks`: the number of ranks that train, of those that are there."""
         assert group.connection is not None
-        self.group, self.channel = group, channel
+        self.group, self.channel, self._ranks = group, channel, ranks
         self._connection = group.connection
         self.generation = 0
         """The current generation; 0: the one in which this process was started, whose number it does not know."""
@@ -89,6 +92,11 @@ class GenerationCalls:
         """Whether a loss is not survived any more."""
         self.report: RegroupReport | None = None
         """The report that is sent with the first step of a new generation; None: none is due."""
+
+    @property
+    def generation_store(self) -> Any:
+        """`GroupConnection.generation_store`."""
+        return self._connection.generation_store
 
     def run(self, train: Callable[[], T], rank: Rank) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -205,14 +213,15 @@ class GenerationCalls:
         except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
             self._refuse(error)
 
-    def enter(self, go: Go) -> Peers:
-        """Join the world of this generation: environment, process group. Nothing of the old one may be in use."""
+    def enter(self, go: Go) -> Peers | None:
+        """Join the world of this generation: environment, process group. Nothing of the old one may be in use. Returns
+        its ranks; None: this rank is a spare."""
         os.environ.update(go.environment)
         os.environ.pop(REPLACEMENT_VARIABLE, None)
         drain.begin_again()
         self.generation = go.generation
         forget_pending()
-        return regroup(self.group, go.generation)
+        return regroup(self.group, go.generation, self._ranks)
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Let all ranks be restarted, and wait for that. Raising the exception here would make it look like the cause

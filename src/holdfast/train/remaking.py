@@ -33,9 +33,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -44,7 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.protocol.errors import MadeBeforeError
+from holdfast.protocol.errors import MadeBeforeError, ProcessGroupError
 from holdfast.train import torch_private
 from holdfast.train.agent_channel import AgentChannel, Release, is_replacement
 from holdfast.train.carrying import check_function, is_sharded, name_of, used_by, why_data_stay
@@ -64,19 +66,44 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SPARE_POLL_S = 0.05
+"""Pause between two looks of a spare (s)."""
+TRAINED = "trained"
+"""The key in the store under which the ranks that train say that they have ended."""
+
+
+def multiple_of(number: int) -> Callable[[int], int]:
+    """A rule for `survive(snaps, ranks=…)`: a multiple of this number of ranks trains, and the rest wait as spares. So
+    a mesh with a dimension of this size fits after a loss."""
+    if number < 1:
+        raise ProcessGroupError(f"multiple_of({number}): at least 1")
+    return lambda world: world - world % number
+
 
 class Remaker:
     """One process whose training function makes its model again in each generation. `Snapshots` calls it."""
 
     def __init__(
-        self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel, function: Callable[..., Any]
+        self,
+        snaps: Snapshots,
+        group: ProcessGroup,
+        channel: AgentChannel,
+        function: Callable[..., Any],
+        ranks: Callable[[int], int] | None = None,
     ) -> None:
-        """Raises MadeBeforeError for what was made before the function and ends with a generation."""
+        """`ranks`: the number of ranks that train, of those that are there; None: all. Raises MadeBeforeError for what
+        was made before the function and ends with a generation, ProcessGroupError for a number of ranks that do not
+        all train from the start."""
+        ranks = ranks or (lambda world: world)
+        if not is_replacement() and (used := ranks(group.world)) != group.world:
+            raise ProcessGroupError(f"ht.survive(ranks=…): {used} of {group.world} ranks would train: start {used}")
         self._snaps, self._function = snaps, function
         self._older = _modules_and_data()
         """The modules, loaders and samplers that were made before the function was called, by their identities."""
         self._check_made_before()
-        self._calls = GenerationCalls(group, channel)
+        self._calls = GenerationCalls(group, channel, ranks)
+        self._spare = False
+        """Whether this rank does not train in the present generation."""
         self._random = random_state()
         """Random numbers before the first call: a call that finds no state begins with the same weights."""
         self._optimizers: UntrackedOptimizers | None = None
@@ -95,7 +122,31 @@ class Remaker:
             if is_replacement():
                 self._calls.channel.say("ready")
                 self._calls.refusing_errors(self._enter)
-            return self._calls.run(train, self)
+            found = self._calls.run(lambda: self._wait_as_spare() if self._spare else self._train(train), self)
+        if self._spare:
+            raise SystemExit(0)  # the others have ended the training
+        return cast("T", found)
+
+    def _train(self, train: Callable[[], T]) -> T:
+        found = train()
+        store = self._calls.generation_store
+        with contextlib.suppress(RuntimeError):  # the store is gone, so there is no spare
+            if store is not None:
+                store.set(TRAINED, "1")
+        return found
+
+    def _wait_as_spare(self) -> None:
+        """Wait until the others have ended the training. Raises Released when this rank is to train."""
+        calls, group = self._calls, self._calls.group
+        sys.stderr.write(f"holdfast: ht.survive: rank {group.rank} waits as a spare: ranks= lets {group.world} train\n")
+        calls.step_is_done()
+        while not calls.generation_store.check([TRAINED]):
+            calls.leave_if_cut()
+            drain.beat()
+            if not drain.asked():
+                time.sleep(SPARE_POLL_S)
+            elif drain.should_stop():
+                return  # the whole job stops here
 
     # --- what the calls ask -----------------------------------------------------------------------------------------
 
@@ -130,7 +181,11 @@ class Remaker:
     def _enter(self) -> None:
         peers = self._calls.enter(self._calls.channel.await_go())
         forget_previous_end()
-        self._snaps._new_world = peers, self._calls.generation
+        self._spare = peers is None
+        if peers is None:
+            self._snaps._rest()
+        else:
+            self._snaps._new_world = peers, self._calls.generation
         set_random_state(self._random)
 
     def _leave(self) -> None:

@@ -395,14 +395,25 @@ class Snapshots:
 
     def _take_folder_again(self, peers: Peers) -> TakenFolder:
         """Take the folder in another world; all ranks call this."""
-        if self._lease is not None and peers.rank:  # it is rank 0's
-            self._lease.release()
-            self._lease = self._pruner = None
+        if peers.rank:  # it is rank 0's
+            self._give_folder_back()
         # The newest lease was given back, or its owner is lost: the new rank 0 need not wait for it.
         lost = max(peers.all_gather(0 if self._taken is None else self._taken.number))
         return self._take_folder(peers, lost=lost)
 
     # --- functions that make again what is tracked: see remaking.py --------------------------------------------------
+
+    def _give_folder_back(self) -> None:
+        """Give the lease to another rank: this one does not train."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = self._pruner = None
+
+    def _rest(self) -> None:
+        """This rank does not train in the present world: others have the folder, and newer states."""
+        self._give_folder_back()
+        self._schedule.start(0)
+        self._unsaved = ""
 
     def _stop_saving(self) -> Saving | None:
         """Stop what saves in the background. Returns the object that saves; None: there is none."""

@@ -84,15 +84,20 @@ COMPARE_STEPS_MAX = 20
 objects count as each rank's own."""
 
 
-def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def survive(
+    snaps: Snapshots, *, ranks: Callable[[int], int] | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a training function go on in this process when ranks are lost or join: it is called again.
 
     What is made before the function is kept, what it makes is made again. `snaps`: the Snapshots, in one of two forms.
     After `track()` and `resume()` they are kept with the model, and on the CPU no step is lost. Otherwise the function
     calls both, and makes the model, as it has to be for a sharded one: then training goes on from the newest state in
-    memory. Between `resume()` and the function, and outside of `snaps.step()`'s loop, no rank may use the process
-    group. If a loss cannot be survived (without holdfast's agent, with --survive off …) it is a plain call. One line on
-    rank 0's stderr says so, and why.
+    memory. `ranks`: for such a function the number of ranks that train, of those that are there (`multiple_of`); the
+    others wait as spares.
+
+    Between `resume()` and the function, and outside of `snaps.step()`'s loop, no rank may use the process group. If a
+    loss cannot be survived (without holdfast's agent, with --survive off …) it is a plain call. One line on rank 0's
+    stderr says so, and why.
 
     Raises TrackingError for objects with a state that the function uses and that are not tracked, MadeBeforeError for
     a sharded model, a device mesh or a process group that was made before the function.
@@ -101,7 +106,7 @@ def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def run(*arguments: P.args, **keywords: P.kwargs) -> T:
-            survivor = _survivor_of(snaps, function)
+            survivor = _survivor_of(snaps, function, ranks)
             if survivor is None:
                 return function(*arguments, **keywords)
             return survivor.run(functools.partial(function, *arguments, **keywords))
@@ -111,9 +116,13 @@ def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def _survivor_of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | Remaker | None:
+def _survivor_of(
+    snaps: Snapshots, function: Callable[..., Any], ranks: Callable[[int], int] | None
+) -> Survivor | Remaker | None:
     """The survivor that calls the function; None: it is a plain call. Raises TrackingError."""
     keeps = snaps.resumed  # the models were made before the function
+    if keeps and ranks is not None:
+        raise TrackingError("ht.survive(ranks=…): call snaps.track() and snaps.resume() in the training function")
     if not keeps and snaps._tracker.names():
         raise TrackingError(
             "ht.survive: call snaps.resume() before the training function, or snaps.track() and snaps.resume() in it"
@@ -142,7 +151,7 @@ def _survivor_of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | R
             check_function(function, snaps._tracker)
             found: Survivor | Remaker = Survivor(snaps, group, channel)
         else:
-            found = Remaker(snaps, group, channel, function)
+            found = Remaker(snaps, group, channel, function, ranks)
     except BaseException:
         channel.close()
         raise
@@ -334,6 +343,7 @@ class Survivor:
         go = calls.channel.await_go()
         self._reducers.disconnect()
         peers = calls.enter(go)
+        assert peers is not None  # all ranks train
         positions = boundary.positions() if step >= 0 else {}
         own = RankReport(
             step,

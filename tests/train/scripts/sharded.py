@@ -146,7 +146,8 @@ def main() -> None:
     every, copies = f"{disk} steps" if disk else None, CASE.get("copies", 0)
     snaps = ht.Snapshots(FOLDER / "runs", every, memory_every=CASE.get("memory", 3), copies=copies)
     with ht.process_group() as pg, snaps:
-        index, stopping, calls = ["made", "once"], Stopping(), list[Any]()
+        index, calls = ["made", "once"], list[Any]()
+        stopping = None if CASE.get("nothing of its own") else Stopping()
         older = list[weakref.ref[nn.Module]]()
         torch.manual_seed(1)
         before = CASE.get("before")
@@ -157,7 +158,7 @@ def main() -> None:
             train_made_before(snaps, older_model)
             return
 
-        @ht.survive(snaps)
+        @ht.survive(snaps, ranks=ht.multiple_of(CASE["multiple"]) if "multiple" in CASE else None)
         def train() -> dict[str, Any]:
             World.size = pg.world
             left = sum(each() is not None for each in older)
@@ -169,7 +170,7 @@ def main() -> None:
             adam = torch.optim.Adam(model.parameters(), lr=1e-2)
             schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
             loader = loader_before or made_loader((0, 1) if CASE.get("kind") == "tensor" else None)
-            own = {} if CASE.get("nothing of its own") else {"stopping": stopping}
+            own = {} if stopping is None else {"stopping": stopping}
             state = snaps.track(model=model, adam=adam, schedule=schedule, loader=loader, **own)
             resumed = snaps.resume()
             source = "" if resumed is None else resumed.source
@@ -187,7 +188,8 @@ def main() -> None:
                     reach("optimizer", state.step)
                     adam.zero_grad()
                     schedule.step()
-                    stopping.losses.append(float(micro.loss))
+                    if stopping is not None:
+                        stopping.losses.append(float(micro.loss))
                     snaps.step(loss=micro.loss)
                     reach("between steps", state.step)
                 reach("end of an epoch", state.step)
@@ -204,7 +206,7 @@ def main() -> None:
         if CASE.get("again"):
             train()
         dist.barrier()
-        end(**found, losses=[] if CASE.get("nothing of its own") else stopping.losses, calls=calls)
+        end(**found, losses=[] if stopping is None else stopping.losses, calls=calls)
 
 
 main()
