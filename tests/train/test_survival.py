@@ -52,7 +52,7 @@ def finished(agent: FakeAgent, folder: Path, local_ranks: Collection[int] = WORL
     """What each rank wrote at its end."""
     assert agent.ended(local_ranks) == [0] * len(local_ranks), agent.logs()
     found = [json.loads((folder / f"end.{each}").read_text()) for each in local_ranks]
-    assert len({each["parameters"] for each in found}) == 1, "all ranks have the same"
+    assert len({str(each["parameters"]) for each in found}) == 1, "all ranks have the same"
     return found
 
 

@@ -1,6 +1,6 @@
 """A training that makes its sharded model in the function, in which ranks are lost: sharded.py FOLDER CASE
 
-CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, ddp), `steps` of an epoch, `memory` (steps from one state
+CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, pipeline, ddp), `steps` of an epoch, `memory` (steps from one state
 in memory to the next), `disk` (steps between saves to the disk) and `drawn` (dropout).
 """
 
@@ -18,6 +18,7 @@ from lost_ranks import CASE, FOLDER, World, end, reach, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -66,6 +67,37 @@ class Net(nn.Module):
         return self.head(self.blocks[1](within)).square().mean()
 
 
+class Stage(nn.Module):
+    """One of two stages of a pipeline: the first block, or the rest."""
+
+    def __init__(self, net: Net, *, first: bool) -> None:
+        super().__init__()
+        self.first = net.blocks[0] if first else None
+        self.second = None if first else nn.Sequential(net.blocks[1], net.head)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        reach("forward", Now.step)
+        rows = rows if self.first is None else self.first(rows)
+        if rows.requires_grad:
+            rows.register_hook(in_backward)
+        return rows if self.second is None else self.second(rows)
+
+
+def train_a_step(model: nn.Module, loader: ht.DataLoader[torch.Tensor], rows: torch.Tensor, pg: Any) -> float:
+    """Returns the loss."""
+    if not isinstance(model, Stage):
+        with ht.accumulate(model, loader) as micro:
+            micro.backward(model(rows))
+        return float(micro.loss)
+    stage = PipelineStage(model, pg.rank, pg.world, pg.device)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, _: output.square().mean())
+    losses: list[torch.Tensor] = []
+    schedule.step(*([rows] if pg.rank == 0 else []), target=rows if pg.rank else None, losses=losses)
+    loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+    dist.broadcast(loss, src=1)
+    return float(loss)
+
+
 def in_backward(gradient: torch.Tensor) -> torch.Tensor:
     """The gradients of the second block are on their way."""
     reach("backward", Now.step)
@@ -90,6 +122,8 @@ def made(pg: Any) -> nn.Module:
     kind = CASE.get("kind", "fsdp")
     if kind == "ddp":
         return ht.ddp(net, pg)
+    if kind == "pipeline":
+        return Stage(net, first=pg.rank == 0)
     if kind == "tensor":
         mesh = pg.mesh(tensor=pg.world)
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -115,6 +149,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     for each in tensors:
         held.update(whole(each).contiguous().numpy().tobytes())
     return held.hexdigest()[:16]
+
+
+def of_all_ranks(text: str) -> list[str]:
+    """The stages of a pipeline have different parameters."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, text)
+    return sorted(set(found))
 
 
 def in_saves() -> None:
@@ -166,10 +207,13 @@ def main() -> None:
             if mesh is not None:
                 mesh.get_group()
             model = made(pg) if older_model is None else fully_shard(older_model)
+            if CASE.get("compiled"):
+                for each in model.blocks:
+                    each.compile(backend="aot_eager")
             older.append(weakref.ref(model))
             adam = torch.optim.Adam(model.parameters(), lr=1e-2)
             schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
-            loader = loader_before or made_loader((0, 1) if CASE.get("kind") == "tensor" else None)
+            loader = loader_before or made_loader((0, 1) if CASE.get("kind") in ("tensor", "pipeline") else None)
             own = {} if stopping is None else {"stopping": stopping}
             state = snaps.track(model=model, adam=adam, schedule=schedule, loader=loader, **own)
             resumed = snaps.resume()
@@ -181,24 +225,24 @@ def main() -> None:
                 for rows in loader:
                     Now.step = state.step
                     reach("begin", state.step)
-                    with ht.accumulate(model, loader) as micro:
-                        micro.backward(model(rows))
+                    loss = train_a_step(model, loader, rows, pg)
                     reach("gradients", state.step)
                     adam.step()
                     reach("optimizer", state.step)
                     adam.zero_grad()
                     schedule.step()
                     if stopping is not None:
-                        stopping.losses.append(float(micro.loss))
-                    snaps.step(loss=micro.loss)
+                        stopping.losses.append(loss)
+                    snaps.step(loss=loss)
                     reach("between steps", state.step)
                 reach("end of an epoch", state.step)
             moments = [each for held in adam.state.values() for each in held.values()]
             return {
                 "step": state.step,
-                "parameters": digest([*model.parameters(), *moments]),
+                "parameters": of_all_ranks(digest([*model.parameters(), *moments])),
                 "weights": [whole(each).double().sum().item() for each in model.parameters()],
                 "random": digest([torch.get_rng_state()]),
+                "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if CASE.get("compiled") else 0,
                 "rates": schedule.get_last_lr(),
             }
 
