@@ -23,6 +23,7 @@ from tests.warm import Warm
 from tests.warm_jobs import Started, WarmJobs
 
 SURVIVOR = Path(__file__).parents[1] / "train" / "scripts" / "survivor.py"
+SHARDED = SURVIVOR.with_name("sharded.py")
 SLOW_SURVIVOR = SURVIVOR.with_name("slow_survivor.py")
 WORLD = 3
 LIMIT_S = 90.0
@@ -76,6 +77,37 @@ def test_the_others_go_on_and_a_replacement_joins(job_folder: JobFolder) -> None
     assert [each["worlds"] for each in found] == [[3, 2, 3], [3], [3, 2, 3]], agent.text
     assert [each["counts"] for each in found] == [[-epochs]] * WORLD
     assert len({each["parameters"] for each in found}) == 1
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
+def test_a_sharded_model_is_made_again_for_the_ranks_that_are_there(job_folder: JobFolder) -> None:
+    """A state is in memory each 30 steps; before a replacement joins, the ranks save theirs, so no step is lost then."""
+    case = json.dumps({"epochs": 60, "memory": 30, "faults": [[1, "backward", 37]]})
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", "--max-restarts", "1", SHARDED)
+    agent = job_folder.ends(0, *line, job_folder.folder, case, limit_s=LIMIT_S)
+    found = ends(job_folder)
+    assert [[world for _, _, world, *_ in each["calls"]] for each in found] == [[3, 2, 3], [3], [3, 2, 3]], agent.text
+    for each in (found[0], found[2]):
+        assert len({process for process, *_ in each["calls"]}) == 1
+        assert [(step, source) for *_, step, source, _ in each["calls"][:2]] == [(0, ""), (30, "memory")]
+    assert len({str(each["parameters"]) for each in found}) == 1
+    # The report of a generation that is left at once may come too late.
+    lost = {each["generation"]: each["steps_lost"] for each in agent.events("went_on")}
+    assert lost.pop(3) == 0, agent.text
+    assert lost in ({}, {2: 7}), agent.text
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
+def test_a_spare_comes_to_the_safe_point_at_which_a_replacement_joins(job_folder: JobFolder) -> None:
+    """It makes no steps, and the others make no more than they have to."""
+    case = {"epochs": 60, "memory": 30, "kind": "hsdp", "multiple": 2, "nothing of its own": True}
+    case["faults"] = [[1, "backward", 37]]
+    line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "1", SHARDED)
+    agent = job_folder.ends(0, *line, job_folder.folder, json.dumps(case), limit_s=LIMIT_S)
+    found = ends(job_folder, 4)
+    worlds = [[world for _, _, world, *_ in each["calls"]] for each in found]
+    assert worlds == [[4, 2, 4], [4], [4, 2, 4], [4, 4]], agent.text
+    assert {each["generation"]: each["steps_lost"] for each in agent.events("went_on")}[3] == 0
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
@@ -158,21 +190,29 @@ def test_the_others_go_on_when_the_coordinators_node_is_lost(job_folder: JobFold
     assert len({each["parameters"] for each in found}) == 1
 
 
-def three_nodes(job_folder: JobFolder, endpoint: str, leaver: int, *options: str, **case: Any) -> list[Agent]:
+def three_nodes(
+    job_folder: JobFolder, endpoint: str, leaver: int, *options: str, script: Path = SURVIVOR, **case: Any
+) -> list[Agent]:
     """One rank on each. In step 20 the leaver's waits in its forward pass, and its agent gets SIGTERM."""
+    agents = three_waiting(job_folder, endpoint, leaver, *options, script=script, **case)
+    agents[leaver].signal(signal.SIGTERM)
+    return agents
+
+
+def three_waiting(
+    job_folder: JobFolder, endpoint: str, waits: int, *options: str, script: Path, **case: Any
+) -> list[Agent]:
+    """One rank on each of three nodes. In step 20 one of them waits in its forward pass."""
     options = ("--nproc-per-node", "1", *options, "--rdzv-conf", "settle=60", "--preload", "torch")
-    line = (*c10d(endpoint, "1:3", *options), SURVIVOR, job_folder.folder)
+    line = (*c10d(endpoint, "1:3", *options), script, job_folder.folder)
 
     def start(number: int) -> Agent:
-        return job_folder.start(
-            *line, json.dumps({"node": number, "faults": [[leaver, "forward", 20, "wait"]], **case})
-        )
+        return job_folder.start(*line, json.dumps({"node": number, "faults": [[waits, "forward", 20, "wait"]], **case}))
 
     agents = [start(0)]
     agents[0].says("waiting: 1 of 1 to 3 nodes are here")
     agents += [start(number) for number in (1, 2)]
-    until((job_folder.folder / "fault.0").exists, lambda: agents[leaver].text, LIMIT_S)
-    agents[leaver].signal(signal.SIGTERM)
+    until((job_folder.folder / "fault.0").exists, lambda: agents[waits].text, LIMIT_S)
     return agents
 
 
@@ -196,6 +236,39 @@ def test_a_node_that_leaves_ends_no_other_process(job_folder: JobFolder, endpoin
     assert len({each["parameters"] for each in found}) == 1
     assert {each["steps_lost"] for number in others for each in agents[number].events("went_on")} == {0}
     assert not (job_folder.folder / f"end.{leaver}").exists()
+
+
+def test_a_node_that_leaves_a_sharded_model_saves_its_part_for_the_others(job_folder: JobFolder, endpoint: str) -> None:
+    """Its memory goes with it, so the ranks save to the disk at the safe point, and no step is lost."""
+    agents = three_nodes(job_folder, endpoint, 2, script=SHARDED, steps=20, memory=100)
+    until(lambda: left(agents), lambda: agents[0].text, LIMIT_S)
+    (job_folder.folder / "go on after 20").touch()
+    assert agents[2].end(LIMIT_S) == EXIT_REQUEUE, agents[2].text
+    found = others_of_sharded(job_folder, agents[:2])
+    assert {(source, step > 20) for each in found for *_, step, source, _ in each["calls"][1:]} == {("disk", True)}
+    assert {each["steps_lost"] for agent in agents[:2] for each in agent.events("went_on")} == {0}
+
+
+def test_a_lost_nodes_part_of_a_sharded_model_comes_from_its_copy(job_folder: JobFolder, endpoint: str) -> None:
+    """All that was on the node is gone. The others have a copy of its state of step 18, and nothing is on the disk."""
+    agents = three_waiting(job_folder, endpoint, 2, script=SHARDED, steps=20, memory=6, copies=1)
+    kill_all_of(agents[2])
+    found = others_of_sharded(job_folder, agents[:2])
+    assert {(step, source) for each in found for *_, step, source, _ in each["calls"][1:]} <= {
+        (18, "memory"),
+        (12, "memory"),
+    }
+
+
+def others_of_sharded(job_folder: JobFolder, agents: Sequence[Agent]) -> list[dict[str, Any]]:
+    """The ends of two ranks that went on without the third in their processes."""
+    for agent in agents:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    assert [len(agent.events("worker_started")) for agent in agents] == [1, 1]
+    found = ends(job_folder, 2)
+    assert [[world for _, _, world, *_ in each["calls"]] for each in found] == [[3, 2]] * 2
+    assert found[0]["parameters"] == found[1]["parameters"]
+    return found
 
 
 def test_a_node_that_is_killed_while_it_leaves_is_lost_and_no_more(job_folder: JobFolder, endpoint: str) -> None:

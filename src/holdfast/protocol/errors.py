@@ -223,6 +223,10 @@ class TrackingError(CallerError, code="HF133"):
     """An object given to `Snapshots.track` cannot be saved and restored, or the order of the calls is invalid."""
 
 
+class MadeBeforeError(TrackingError, code="HF136"):
+    """`ht.survive`: what ends with the ranks that it was made for, as a sharded model, was made before the function."""
+
+
 class WorkerError(HoldfastError, code="HF200"):
     """A training process failed."""
 

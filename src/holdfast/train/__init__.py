@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from holdfast.train.data.sampler import DistributedSampler
     from holdfast.train.group import ddp, process_group
     from holdfast.train.guards import GuardWarning
+    from holdfast.train.remaking import multiple_of
     from holdfast.train.snapshots_api import Keep, SnapshotOptions, Snapshots
     from holdfast.train.storage import SnapshotReader, SnapshotWriter
     from holdfast.train.survival import survive
@@ -37,6 +38,7 @@ __all__ = [
     "accumulate",
     "ddp",
     "load_weights",
+    "multiple_of",
     "process_group",
     "survive",
 ]
@@ -54,6 +56,7 @@ _HOMES = {
     "accumulate": "accumulation",
     "ddp": "group",
     "load_weights": "weights",
+    "multiple_of": "remaking",
     "process_group": "group",
     "survive": "survival",
 }

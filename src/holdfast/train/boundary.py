@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.protocol.errors import DataStateError
@@ -54,7 +55,7 @@ class Boundary:
         self._optimizers = tracker.optimizers
         self._options: list[dict[str, Any]] = []
         self._buffers = Buffers(tracker.models)
-        self._parameters = WatchedTensors(each for model in tracker.models for each in model.parameters())
+        self._parameters = WatchedTensors(map(_watchable, (p for model in tracker.models for p in model.parameters())))
         self.objects = OwnObjects(tracker.others, place, tracker.loaded)
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
         self._scales: list[list[torch.Tensor | None]] = []
@@ -174,6 +175,11 @@ class Boundary:
     def seed(self) -> str:
         """A digest of torch's random numbers, from which the ranks of another world get theirs."""
         return hashlib.sha256(self._random.of_torch.official(self._random.states[0])).hexdigest()
+
+
+def _watchable(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that counts the changes of this parameter: of a sharded one the part that this process has."""
+    return torch_private.local_part(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

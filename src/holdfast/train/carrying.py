@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.protocol.errors import TrackingError
 from holdfast.protocol.train_contract import SURVIVE_VARIABLE, Survive
+from holdfast.train import torch_private
 from holdfast.train.group import ProcessGroup
 from holdfast.train.guards import GuardWarning, enabled
 from holdfast.train.own_objects import is_data, unknown_objects
@@ -41,7 +42,7 @@ class PlainCallReason(Enum):
     OWN_GROUP = "the program has made the process group itself"
     OFF = "--survive off was given"
     NO_AGENT = "no agent of holdfast started this process"
-    SHARDED = "the model is sharded"
+    TORCH = "this version of torch was never tried"
     DDP = "a DDP module, or its process group, cannot be set up again for other ranks"
     DATA = "a tracked object hands out data and cannot follow another number of ranks"
 
@@ -63,26 +64,52 @@ def surviving_mode() -> Survive:
     return Survive(os.environ.get(SURVIVE_VARIABLE) or Survive.SHRINK.value)
 
 
-def why_plain(group: ProcessGroup | None, tracker: Tracker) -> PlainCall | None:
-    """The answer that a loss cannot be survived, with its reason; None: it can."""
-    mode = surviving_mode()
+def why_alone(group: ProcessGroup | None) -> PlainCall | None:
+    """The answer that a loss cannot be survived, whatever is trained; None: it can."""
     if group is None:
         return PlainCall(PlainCallReason.NO_GROUP)
     if group.connection is None:
         return PlainCall(PlainCallReason.OWN_GROUP)
-    if mode is Survive.OFF:
-        return PlainCall(PlainCallReason.OFF)
-    if any(isinstance(each, DTensor) for model in tracker.models for each in (*model.parameters(), *model.buffers())):
-        return PlainCall(PlainCallReason.SHARDED)
+    return PlainCall(PlainCallReason.OFF) if surviving_mode() is Survive.OFF else None
+
+
+def why_not_made_again(group: ProcessGroup | None) -> PlainCall | None:
+    """The answer that a loss cannot be survived by a function that makes its models; None: it can."""
+    if why := why_alone(group):
+        return why
+    missing = torch_private.mesh_names_missing()
+    return PlainCall(PlainCallReason.TORCH, missing) if missing else None
+
+
+def why_plain(group: ProcessGroup | None, tracker: Tracker) -> PlainCall | None:
+    """The answer that a loss cannot be survived with these models, which were made before the function, with its
+    reason; None: it can."""
+    if why := why_alone(group):
+        return why
+    if any(map(is_sharded, tracker.models)):
+        return None  # it is refused
     if reason := tracker.reducers.begin():
         return PlainCall(PlainCallReason.DDP, reason)
+    detail = _data_that_stay(tracker)
+    return PlainCall(PlainCallReason.DATA, detail) if detail else None
+
+
+def is_sharded(model: nn.Module, *, recurse: bool = True) -> bool:
+    """Whether parameters or buffers of the module are sharded over ranks, or replicated as DTensors."""
+    return any(isinstance(each, DTensor) for each in (*model.parameters(recurse), *model.buffers(recurse)))
+
+
+def why_data_stay(tracker: Tracker) -> str:
+    """The reason why tracked data cannot follow another number of ranks; empty: they can, or need not."""
+    detail = _data_that_stay(tracker)
+    return f"{PlainCallReason.DATA.value} ({detail})" if detail else ""
+
+
+def _data_that_stay(tracker: Tracker) -> str:
     data = [f"{name}: {type(each).__name__}" for name, each in unknown_objects(tracker.others).items() if is_data(each)]
-    if data and mode is not Survive.WAIT:
-        return PlainCall(
-            PlainCallReason.DATA,
-            f"{', '.join(data)}; --survive wait can carry it, and so can a method regroup(rank, world)",
-        )
-    return None
+    if not data or surviving_mode() is Survive.WAIT:
+        return ""
+    return f"{', '.join(data)}; --survive wait can carry it, and so can a method regroup(rank, world)"
 
 
 # --- what the function uses -------------------------------------------------------------------------------------------
@@ -92,9 +119,9 @@ def check_function(function: Callable[..., Any], tracker: Tracker) -> None:
     """Raise TrackingError for a schedule, scaler, optimizer or averaged model that the function uses and that is not
     tracked; warn of other objects with a state, and of variables of its surroundings that it assigns."""
     tracked = {id(each) for each in (*tracker.models, *tracker.optimizers, *tracker.others.values())}
-    name_of_function = getattr(function, "__name__", "the training function")
+    name_of_function = name_of(function)
     moves: list[str] = []
-    for name, each in _used(function):
+    for name, each in used_by(function):
         if id(each) in tracked or not _has_a_state(each, tracked):
             continue
         if isinstance(each, _OF_TORCH):
@@ -137,7 +164,11 @@ def _has_a_state(each: Any, tracked: Collection[int]) -> bool:
     return has_a_state and (isinstance(each, _OF_TORCH) or not any(id(part) in tracked for part in parts))
 
 
-def _used(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "the training function")
+
+
+def used_by(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """The names that the function uses from outside of it, with their values."""
     plain, owner = _plain(function)
     if plain is None:

@@ -19,18 +19,20 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,6 +92,27 @@ class ProcessGroup:
     connection: GroupConnection | None = None
     """The way in which this process joined; None: the program made the group itself, and no regroup is possible."""
 
+    def mesh(self, **sizes: int) -> DeviceMesh:
+        """A device mesh of all ranks: the names of its dimensions, from the outer to the inner one, with their sizes.
+
+            mesh = pg.mesh(replicate=-1, shard=4)
+
+        One size may be -1: the rest. In `ht.survive` make it in the training function: it is for the ranks that are
+        there. Raises ProcessGroupError if the ranks cannot be divided so."""
+        return init_device_mesh(self.device.type, _shape_of_mesh(self.world, sizes), mesh_dim_names=tuple(sizes))
+
+
+def _shape_of_mesh(world: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The sizes, with the rest in place of -1. Raises ProcessGroupError."""
+    wanted = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    known = math.prod(size for size in sizes.values() if size != -1)
+    rests = list(sizes.values()).count(-1)
+    if not sizes or rests > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ProcessGroupError(f"mesh({wanted}): give each dimension a size of at least 1; one of them may be -1.")
+    if world % known or (not rests and world != known):
+        raise ProcessGroupError(f"mesh({wanted}) does not fit {world} ranks.")
+    return tuple(world // known if size == -1 else size for size in sizes.values())
+
 
 @dataclass(slots=True)
 class GroupConnection:
@@ -108,6 +131,9 @@ class GroupConnection:
     """The sys.excepthook that torch has made, which names the rank."""
     wrapped_hook: Callable[..., object] = sys.excepthook
     """The hook that torch has wrapped."""
+    generation_store: Any = None
+    """The store of a generation that was formed by running processes, also for those that do not train in it; None: it
+    is another one."""
 
     @contextlib.contextmanager
     def wrapping_once(self) -> Iterator[None]:
@@ -182,18 +208,26 @@ def process_group(
             _leave(group, clean=clean, patience_s=connection.exit_patience_s)
 
 
-def regroup(group: ProcessGroup, generation: int) -> Peers:
+def regroup(group: ProcessGroup, generation: int, ranks: Callable[[int], int] = lambda world: world) -> Peers | None:
     """Leave the group's old world, whose members may be dead, and join the one that the environment describes now.
 
     `group` gets its new rank and world. Returns the ranks of the new world. All of them call this, and no thread may be
-    in an operation of the old world any more. Raises RuntimeError and ProcessGroupError, like `process_group`.
+    in an operation of the old world any more. `ranks`: the number of ranks that are used, of those that are there; the
+    others are alone, and get None. Raises RuntimeError and
+    ProcessGroupError, like `process_group`.
     """
     assert group.connection is not None
     _destroy(group)
     variables = _LauncherVariables.of_environment()
     name = f"holdfast.generation.{generation}"
-    _join(variables, group.device, group.connection, name)
-    group.rank, group.world = variables.rank, variables.world
+    used = replace(variables, world=ranks(variables.world))
+    if variables.rank >= used.world:
+        group.connection.generation_store = dist.PrefixStore(name, _store_of_generation(variables, {}))
+        _join(replace(variables, alone=True), group.device, group.connection, name)
+        group.rank, group.world, group.store = variables.rank, used.world, torch_private.default_store()
+        return None
+    _join(used, group.device, group.connection, name)
+    group.rank, group.world = used.rank, used.world
     whole = dist.PrefixStore(name, torch_private.default_store())
     group.store = dist.PrefixStore("train", whole)
     renew_guards(group.rank, group.world, dist.PrefixStore("guards", whole))
@@ -219,7 +253,7 @@ def _destroy(group: ProcessGroup) -> None:
         dropping = threading.Thread(target=groups.clear, name="holdfast-drop", daemon=True)
         dropping.start()
         dropping.join(DROP_LIMIT_S)
-    group.store = None
+    group.store = group.connection.generation_store = None
     group.connection.sockets.forget()
 
 
@@ -316,7 +350,7 @@ def _join(variables: _LauncherVariables, device: torch.device, connection: Group
         if variables.alone or not variables.launched:
             store: Any = dist.HashStore()
         elif name:
-            store = dist.PrefixStore(name, _store_of_generation(variables, wait))
+            store = connection.generation_store = dist.PrefixStore(name, _store_of_generation(variables, wait))
         else:
             store, _rank, _world = next(dist.rendezvous("env://", variables.rank, variables.world, **wait))
             store = _without_the_dead(store, variables, timeout_s)

@@ -71,6 +71,12 @@ class Judged:
         lives.forget_failure(folder)
 
 
+def forget_previous_end() -> None:
+    """Forget how the workers before this process ended: it goes on in another world, and the first resume has judged
+    that end."""
+    os.environ.pop(PREVIOUS_END, None)
+
+
 def judged(folder: Location, patience: Patience, in_memory: Iterable[Key]) -> Judged:
     """Judge the life that has ended, and mark suspect snapshots. `in_memory`: the keys of the states in memory of all
     ranks. Raises SnapshotError."""

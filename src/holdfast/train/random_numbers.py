@@ -300,8 +300,13 @@ class RandomRecord:
         """The record in this folder; None: there is no folder, or no room in it."""
         if place:
             with contextlib.suppress(OSError):
-                return cls(os.path.join(place, f"{os.environ.get('LOCAL_RANK', '0')}.random"), states)
+                return cls(cls.path(place), states)
         return None
+
+    @staticmethod
+    def path(place: str) -> str:
+        """The file of this local rank in this folder."""
+        return os.path.join(place, f"{os.environ.get('LOCAL_RANK', '0')}.random")
 
     def write(self, step: int, states: States, *, complete: bool) -> None:
         """Write the states of this step down. If it is not complete, the next call replaces them."""

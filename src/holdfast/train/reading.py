@@ -172,6 +172,13 @@ class Saved:
         found = self.pieces.get(key, {}).get(offsets)
         return found if found is not None and found[2].sizes == sizes else None
 
+    def has_part(self, key: str, tensor: torch.Tensor) -> bool:
+        """Whether the part of this tensor that this process has is surely available: as one piece, or since the whole
+        tensor is."""
+        pieces = [piece for _, _, piece in self.pieces.get(key, {}).values()]
+        held = sum(math.prod(each.sizes) for each in pieces)
+        return self.match(key, tensor) is not None or (bool(pieces) and held == math.prod(pieces[0].whole))
+
     def adopt(self, found: _Found) -> torch.Tensor | None:
         """A piece in a memory slot as a tensor in the same pages, which are copied when they are written to; None: that
         is not possible.

@@ -99,7 +99,7 @@ class Resumer:
     """Newer states that were not loaded, with the reasons."""
     _orders: list[Order] = field(default_factory=list)
     """The order of the gradients of each DDP module, in the state that was loaded."""
-    _state: State | None = None
+    state: State | None = None
     """The identity of the state in memory from which training goes on; None: the state was not in memory."""
     _compared: dict[tuple[Any, ...], tuple[Saved, Compared]] = field(default_factory=dict)
     """States that were compared with the tracked objects, by their slots."""
@@ -127,8 +127,8 @@ class Resumer:
         if resumed is not None:
             self.tracker.reducers.resume(self._orders, resumed.world_then, self.peers)
         self.tier.forget(resumed.step if resumed else -1)
-        if self._state is not None and self.copies is not None:
-            self.copies.send_again(str(self.path), self._state, self.peers)
+        if self.state is not None and self.copies is not None:
+            self.copies.send_again(str(self.path), self.state, self.peers)
         for note in resumed.notes if resumed is not None and self.peers.rank == 0 else ():
             warnings.warn(f"holdfast: {note}", RuntimeWarning, stacklevel=4)
         return resumed
@@ -153,7 +153,7 @@ class Resumer:
             resumed = self._from_slots(step, self._gathered(state, held.get(state, {}), sources))
             if resumed is not None:
                 self.origin = Key(step, attempt)
-                self._state = state
+                self.state = state
                 if self.copies is not None:
                     self.copies.keep(state)
                 return resumed
@@ -203,7 +203,8 @@ class Resumer:
         if not held or (sources.world == self.peers.world and self.peers.rank not in held):
             return True
         try:
-            return bool(self._compare_held(list(held.values()))[1].missing)
+            saved, found = self._compare_held(list(held.values()))
+            return bool(found.missing) or self.tracker.lacks_parts(saved, self.peers.rank)
         except (ShardingError, SnapshotDamagedError):
             return True
 

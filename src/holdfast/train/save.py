@@ -59,6 +59,8 @@ CAUSE_S = 2.0
 POSTPONED_MAX = 10
 """A save is postponed at most this often while gradients are pending on some ranks and not on others. After that it is
 made."""
+ALONE_SAVE = -1
+"""The number of the save, in the state that each rank leaves alone when another rank is lost."""
 ATTEMPTS_PER_LEASE = 1000
 """Limit of the saves of one step by one life of a job, in an object store."""
 
@@ -185,6 +187,8 @@ class Saving:
         """The last step at which replicas were compared, and equal."""
         self._layout: Layout | None = None
         """The plan; None: there is none yet."""
+        self._whole: tuple[int, int, int] | None = None
+        """The identity of the newest state that all ranks have in memory; None: there is none."""
         self._staged = 0
         """The number of states that were staged since the layout was planned."""
         self._signature: tuple[Any, ...] = ()
@@ -202,6 +206,16 @@ class Saving:
     def planned(self) -> bool:
         """Whether there is a plan."""
         return self._layout is not None
+
+    @property
+    def peers(self) -> Peers:
+        return self._peers
+
+    def stop(self) -> None:
+        """Stop what runs in the background: another object saves from now on, into the same memory."""
+        self._stop_reserving()
+        with contextlib.suppress(SnapshotMemoryError):
+            self.await_copied()
 
     def regroup(self, peers: Peers, generation: int, taken: TakenFolder) -> None:
         """Save with the ranks of this generation from now on. All ranks call this; the next save makes a new plan."""
@@ -307,6 +321,8 @@ class Saving:
             request = self._request(answer["attempt"], answer["metrics"], finite=not answer["not_finite"])
             stall_s = round(time.monotonic() - began_s, 6)
             self._persist(replace(request, note={**request.note, STALL: stall_s}))
+        if answer.get("whole"):
+            self._whole = self._request(self._taken.rescue, {}).identity
         if self._copies is not None:
             self._copies.follow(answer.get("copies", {}), self._peers.rank, self._tracker.state.step)
         return SaveResult(decision is SaveDecision.PERSIST, failure, answer.get("ask_at", 0))
@@ -424,7 +440,7 @@ class Saving:
         if any(each.staged is Staged.UNPLANNED for each in reports):
             return {**answer, "do": SaveDecision.PLAN.value}
 
-        all_staged = all(each.staged is Staged.STAGED for each in reports)
+        all_staged = answer["whole"] = all(each.staged is Staged.STAGED for each in reports)
         persist = durable or (self._clock.due(now_s) and not self.tier.busy and all_staged)
         findings = [TensorFindings(*each.findings) for each in reports if each.findings is not None]
         if persist and len(findings) < len(reports):
@@ -467,6 +483,30 @@ class Saving:
             stacklevel=7,
         )
         return SaveDecision.SAVE_NOW
+
+    def resumed_from(self, state: tuple[int, int, int] | None) -> None:
+        """Note the state in memory from which all ranks go on; None: it was not in memory."""
+        self._whole = state
+
+    def leave_alone(self, *, tensors: bool) -> bool:
+        """Leave the present state in memory, without the other ranks, since one of them was lost: all that this rank
+        has, for no rank can be asked what others have. Returns whether that was possible. `tensors`: whether those are
+        of the same step as the rest; False: they are left out.
+
+        It takes the place of the older state in memory. So the newer one has to be whole: this one may lack a part."""
+        newest = self.tier.slots.committed() if isinstance(self.tier, SaverClient) else []
+        request = newest[0].request if newest else None
+        if request is None or request.identity != self._whole or request.step == self._tracker.state.step:
+            return False
+        collected = self._tracker.collect(self._peers.rank, self._peers.world, alone=True)
+        layout = sharding.alone(collected.shared if tensors else {}, collected.own, _text_room(collected))
+        memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=False)
+        if memory is None or not fill(memory, layout, _views_of(layout, memory), collected):
+            return False
+        note = {"save": ALONE_SAVE, FOLDER_ID: self._taken.folder_id}
+        about = (str(self._taken.path), self._tracker.state.step, self._taken.rescue)
+        self.tier.commit(SaveRequest(*about, self._peers.rank, self._peers.world, note, {"metrics": {}}))
+        return True
 
     def _begin(self, step: int) -> int:
         """Begin an attempt, on rank 0. Returns its number. Raises SnapshotError."""
@@ -687,8 +727,12 @@ def image(tracker: Tracker) -> torch.Tensor:
 
 def _plan(peers: Peers, node: str, collected: Collected, loose: Collection[str] = ()) -> Layout:
     """The layout of this rank's image. `loose`: names of tensors that may differ between the ranks that have them."""
-    text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
-    return sharding.plan(peers, node, collected.shared, collected.own, text_bytes, loose)
+    return sharding.plan(peers, node, collected.shared, collected.own, _text_room(collected), loose)
+
+
+def _text_room(collected: Collected) -> int:
+    """The size of the text's entry in bytes."""
+    return -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
 
 
 def _differing(findings: Sequence[TensorFindings]) -> list[int]:

@@ -384,6 +384,12 @@ def plan(
     )
 
 
+def alone(shared: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], text_bytes: int) -> Layout:
+    """The layout for all pieces that this rank has, whatever the others have."""
+    pieces = [*local_pieces(shared), *(Piece.own(key, tensor) for key, tensor in own.items())]
+    return Layout(image_of(pieces, text_bytes), None, tuple((piece.name, piece.key) for piece in pieces))
+
+
 def image_of(pieces: Sequence[Piece], text_bytes: int) -> Image:
     """Layout of the rank's file with these pieces and `text_bytes` of text."""
     described = {piece.name: piece.described for piece in pieces if piece.described is not None}

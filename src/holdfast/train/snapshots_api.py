@@ -45,7 +45,7 @@ from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
-from holdfast.train.save import Pruner, SaveRules, Saving
+from holdfast.train.save import ALONE_SAVE, Pruner, SaveRules, Saving
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.changes import Keep
@@ -58,6 +58,7 @@ from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
 
 if TYPE_CHECKING:
+    from holdfast.train.remaking import Remaker
     from holdfast.train.survival import Survivor
 
 __all__ = ["Keep", "Resumed", "SnapshotOptions", "Snapshots", "TrainState"]
@@ -98,6 +99,25 @@ class SnapshotOptions:
     def patience(self, interval_steps: int | None) -> Patience:
         """The limits for lives without progress. `interval_steps`: steps between two snapshots; None: not known."""
         return Patience.of(self.suspect_within_steps, interval_steps, self.restarts_without_progress)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What this rank did in the world before, if its training function makes again what is tracked."""
+
+    step: int = -1
+    """The last step that it has completed; -1: it was in no world before."""
+    durable_step: int = -1
+    """The step of the last save to the disk."""
+    durable_epoch: int = 0
+    unsaved: str = ""
+    """See `Snapshots._unsaved`."""
+    errors: Sequence[SnapshotError] = ()
+    """Errors in the background that the other ranks do not know yet."""
+
+    def packed(self) -> list[Any]:
+        """The fields that the other ranks need."""
+        return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
 
 
 class Snapshots:
@@ -170,8 +190,18 @@ class Snapshots:
         """Pid of the process that has opened them; 0: not opened yet. A forked child has another one."""
         self._until_first_step: list[Callable[[], object]] = []
         """Functions that are called after the first step: they end what only that step needs."""
-        self._survivor: Survivor | None = None
+        self._survivor: Survivor | Remaker | None = None
         """The survivor while the training function runs in `ht.survive`; None: it does not."""
+        self._remaker: Remaker | None = None
+        """The same, if the function makes what is tracked, and calls `resume()`; None: it does not."""
+        self._made_in = ""
+        """The name of the function in which `resume()` was called, in `ht.survive`; empty: there is none."""
+        self._new_world: tuple[Peers, int] | None = None
+        """The ranks, and the generation, in which the function makes everything again, until it has called `resume()`;
+        None: the world is the one in which this process was started."""
+        self._before = _Before()
+        self._at_safe_point: WherePending | None = None
+        """The ranks on which gradients are pending, while `step()` is at a safe point; None: it is not."""
         self._survival_said = False
         """Whether the line about `ht.survive` was printed."""
         self._not_survived = ""
@@ -257,10 +287,12 @@ class Snapshots:
             raise TrackingError("resume() comes once, after track() and before the first step() or save()")
         if unknown := sorted((choice.only or set()) - self._tracker.names()):
             raise TrackingError(f"resume(only=…): nothing is tracked as {', '.join(unknown)}")
-        if is_replacement():
+        if is_replacement():  # of a rank that has its model already
             with self._closed_by_failure():
                 return self._resume_from_survivors()
 
+        if self._remaker is not None:
+            self._remaker.check(self._tracker)
         with self._closed_by_failure():
             peers, tier = self._open()
             assert self._taken is not None
@@ -278,6 +310,9 @@ class Snapshots:
             self._copy_adopted(saving, resumer.adopted)
         else:
             saving.take_ahead()
+        if self._remaker is not None:
+            with self._closed_by_failure():
+                self._begin_remade(self._remaker, saving, resumed, resumer.state)
         return resumed
 
     @contextlib.contextmanager
@@ -285,8 +320,8 @@ class Snapshots:
         """Close everything after an error in the block: a rank that cannot begin gives the folder back."""
         try:
             yield
-        except BaseException:
-            if self._peers is not None:
+        except BaseException as error:
+            if self._peers is not None and not (self._remaker is not None and self._remaker.outlives(error)):
                 self._abandon()
             raise
 
@@ -301,9 +336,15 @@ class Snapshots:
         """Find the other ranks, open the memory, and take the folder for this job alone."""
         if not self._tracker.names():
             raise TrackingError("nothing is tracked: call track(model=…, optimizer=…) first")
-        peers = self._peers = Peers.of_this_process()
-        tier = self._open_tier(peers.rank, peers.world)
-        self._take_folder(peers)
+        peers = Peers.of_this_process() if self._new_world is None else self._new_world[0]
+        self._peers = peers
+        tier = self._opened or self._open_tier(peers.rank, peers.world)
+        if self._new_world is None:
+            self._take_folder(peers)
+        else:
+            tier.regroup(peers.rank, peers.world, self._new_world[1])
+            self._take_folder_again(peers)
+            self._regroup_data(peers)
         return peers, tier
 
     def _open_tier(self, rank: int, world: int) -> Tier:
@@ -339,13 +380,8 @@ class Snapshots:
     def _go_on(self, peers: Peers, generation: int, schedule: Sequence[int], durable: Sequence[Any]) -> None:
         """Save as one of the ranks of this generation from now on. `schedule`, `durable`: see survival.RankReport."""
         self._peers = peers
-        if self._lease is not None and peers.rank:  # it is rank 0's
-            self._lease.release()
-            self._lease = self._pruner = None
-        # The newest lease was given back, or its owner is lost: the new rank 0 need not wait for it.
-        lost = max(peers.all_gather(0 if self._taken is None else self._taken.number))
         tier = self._open_tier(peers.rank, peers.world) if self._saving is None else None  # a replacement
-        taken = self._take_folder(peers, lost=lost)
+        taken = self._take_folder_again(peers)
         if tier is not None:
             self._begin(peers, tier)
         assert self._saving is not None
@@ -357,6 +393,87 @@ class Snapshots:
         if self._copies is not None:  # saved and copied at once, for another loss before the next save
             self._save(self._saving, durable=False)
 
+    def _take_folder_again(self, peers: Peers) -> TakenFolder:
+        """Take the folder in another world; all ranks call this."""
+        if peers.rank:  # it is rank 0's
+            self._give_folder_back()
+        # The newest lease was given back, or its owner is lost: the new rank 0 need not wait for it.
+        lost = max(peers.all_gather(0 if self._taken is None else self._taken.number))
+        return self._take_folder(peers, lost=lost)
+
+    # --- functions that make again what is tracked: see remaking.py --------------------------------------------------
+
+    def _give_folder_back(self) -> None:
+        """Give the lease to another rank: this one does not train."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = self._pruner = None
+
+    def _rest(self) -> None:
+        """This rank does not train in the present world: others have the folder, and newer states."""
+        self._give_folder_back()
+        self._schedule.start(0)
+        self._unsaved = ""
+
+    def _stop_saving(self) -> Saving | None:
+        """Stop what saves in the background. Returns the object that saves; None: there is none."""
+        if self._saving is not None:
+            self._saving.stop()
+        return self._saving
+
+    def _let_go(self) -> None:
+        """Let go of all that is tracked: the training function makes it again, and calls `track` and `resume`. Memory,
+        folder and schedule are kept."""
+        if self._saving is not None:
+            self._opened = self._saving.tier
+            if self._new_world is None:  # otherwise training has not begun again since the last loss
+                facts = (self.state.step, self._schedule.durable_step, self._durable_epoch, self._unsaved)
+                self._before = _Before(*facts, self._saving.errors)
+        self._stop_hooks()
+        self._tracker = self._tracker.emptied()
+        self._saving = self._passes = self._untracked = self._life = None
+        self._pending = PendingGradients()
+        self._metrics, self._save_wanted, self._at_safe_point = {}, False, None
+
+    def _regroup_data(self, peers: Peers) -> None:
+        """Let data follow the world: they may have been made before the training function. Those with ranks of their
+        own were made in it (`Remaker.check`)."""
+        for each in self._tracker.followers().values():
+            if getattr(each, "_follows_group", True):
+                each.regroup(peers.rank, peers.world)
+
+    def _begin_remade(
+        self, remaker: Remaker, saving: Saving, resumed: Resumed | None, state: tuple[int, int, int] | None
+    ) -> None:
+        """Begin to train what the training function has made; all ranks call this. `state`: that in memory from which
+        it goes on."""
+        lost = 0
+        if self._new_world is not None:
+            reports = saving.peers.all_gather(self._before.packed())
+            newest = max((_Before(*each) for each in reports), key=lambda each: each.durable_step)
+            step, lost = self.state.step, max(0, max(each[0] for each in reports) - self.state.step)
+            if resumed is None or resumed.source != "disk":  # otherwise `_begin` has set what the disk has
+                self._schedule.follow([min(newest.durable_step, step), step, step + 1])
+                self._durable_epoch, self._unsaved = newest.durable_epoch, newest.unsaved
+            saving.errors += self._before.errors
+        saving.resumed_from(state)
+        self._new_world, self._before = None, _Before()
+        remaker.resumed(lost)
+        # From now on there is a state of all that is tracked, also of what is older, and it is whole on each node.
+        if resumed is None or (state is not None and state[2] == ALONE_SAVE):
+            self._save(saving, durable=False)
+
+    def _save_at_safe_point(self, *, leaves: bool) -> None:
+        """Save the step that was just completed, at a safe point at which all ranks leave the training function. If
+        some rank `leaves` the job, its memory may go with it: then the state goes to the disk."""
+        if self._saving is None or self._at_safe_point is None:
+            return  # the program asks for safe points itself, and it is not known whether a step is complete
+        assert self._peers is not None
+        durable = any(self._peers.all_gather(leaves))
+        pending = self._at_safe_point is WherePending.HERE
+        if self._save(self._saving, durable=durable, pending=pending) and durable:
+            self._wait(self._saving)
+
     def _begin(self, peers: Peers, tier: Tier) -> Saving:
         """Begin to count steps, and make the object that saves."""
         assert self._taken is not None
@@ -365,7 +482,8 @@ class Snapshots:
         step, self._durable_epoch = self.state.step, self.state.epoch
         worker.at_step(step)
         self._schedule.start(step)
-        self._clock.start(step, time.monotonic())
+        if self._before.step < 0:  # otherwise the time since the last save goes on
+            self._clock.start(step, time.monotonic())
         self._watch_optimizers()
         rules = SaveRules(
             self._options.failed_saves_max, self._options.replicas_differ, read_back=self._keep is not None
@@ -396,6 +514,11 @@ class Snapshots:
         if self._closed:
             raise TrackingError("these snapshots are closed")
         if self._saving is None:
+            if self._remaker is not None:
+                raise TrackingError(
+                    "ht.survive: call snaps.resume() before the training function, or snaps.track() and snaps.resume() "
+                    "in it"
+                )
             with self._closed_by_failure():
                 peers, tier = self._open()
                 if not peers.broadcast(self._may_begin_new_run() if peers.rank == 0 else None):
@@ -440,7 +563,12 @@ class Snapshots:
             self._complete(metrics, stepped=stepped)
 
         # Every rank does the rest at the same calls, whatever it knows of its gradients: see pending.py.
-        if worker.should_stop():  # False if the ranks only regroup: see survival.py
+        self._at_safe_point = pending
+        try:
+            stops = worker.should_stop()  # False if the ranks only regroup: see survival.py
+        finally:
+            self._at_safe_point = None
+        if stops:
             self._drain(saving, pending=pending is WherePending.HERE)
             return
         self._save_if_due(saving, pending=pending is WherePending.HERE)
@@ -589,12 +717,16 @@ class Snapshots:
                 if self._pruner is not None:  # not after an error: it would wait for a snapshot that was not written
                     self._pruner.finish()
 
-    def _remove_hooks(self) -> None:
+    def _stop_hooks(self) -> None:
+        """Remove what was set up for the tracked objects."""
         self._stop_watching_data()
         if self._passes is not None:
             self._passes.stop()
         while self._until_first_step:  # they are left if no step was made
             self._until_first_step.pop()()
+
+    def _remove_hooks(self) -> None:
+        self._stop_hooks()
         atexit.unregister(self._at_exit)
 
     def _raise_unsaved(self, tier: Tier) -> None:

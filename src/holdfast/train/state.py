@@ -31,7 +31,13 @@ from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.train import state_codec as codec
 from holdfast.train.own_objects import is_data
-from holdfast.train.random_numbers import equal_parts, random_state, set_random_state
+from holdfast.train.random_numbers import (
+    RandomNumbers,
+    RandomRecord,
+    equal_parts,
+    random_state,
+    set_random_state,
+)
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
 from holdfast.train.sharding import OWN, TIED
@@ -49,6 +55,8 @@ from holdfast.train.tracked import (
 )
 
 FORMAT = 1
+ALONE, STAND_IN = "alone", "stand in"
+"""Marks of a text: its rank has left the state without the others; it stands for that of another rank."""
 
 
 @dataclass
@@ -135,6 +143,10 @@ class TrainState:
         self._save: Callable[[], None] = lambda: None
         self._only = ""
         """The objects that were restored from another run, with step and epoch (`resume(only=…)`); empty: all were."""
+
+    def _begin_again(self) -> None:
+        self.step, self.epoch, self._only = 0, 0, ""
+        self._follow, self._batches = (lambda _epoch: None), (lambda: (0, 0))
 
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
@@ -224,6 +236,9 @@ class Tracker:
     others: dict[str, Any] = field(default_factory=dict)
     """Objects that are neither models nor torch's optimizers, by name."""
     _kept: _Parts | None = None
+    random_record: RandomRecord | None = None
+    """The random numbers that this rank, or the lost one that it replaces, had after its last steps; None: not known.
+    """
     loaded: dict[str, Any] = field(default_factory=dict)
     """The positions that `restore` has given to data that are no loaders of ours."""
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -259,6 +274,11 @@ class Tracker:
                 )
         self.state._follow, self.state._batches = self._set_epoch, self._count_batches
 
+    def emptied(self) -> Tracker:
+        """A tracker of nothing, with the same counters, which begin at 0."""
+        self.state._begin_again()
+        return Tracker(self.state)
+
     def names(self) -> set[str]:
         return {*(each.name for each in self._models), *(each.name for each in self._optimizers), *self.others}
 
@@ -266,6 +286,9 @@ class Tracker:
     def optimizers(self) -> list[Optimizer]:
         found = [each.optimizer for each in self._optimizers]
         return found + [each for each in self.others.values() if isinstance(each, Optimizer)]
+
+    def named_models(self) -> list[tuple[str, nn.Module]]:
+        return [(each.name, each.module) for each in self._models]
 
     @property
     def models(self) -> list[nn.Module]:
@@ -325,8 +348,9 @@ class Tracker:
         loaders = [each for each in self.others.values() if getattr(each, "_resumable", False)]
         return (loaders[0].remaining, len(loaders[0])) if len(loaders) == 1 else (0, 0)
 
-    def collect(self, rank: int, world: int) -> Collected:
-        """The state to save now. Raises codec.StateTypeError, naming the value that cannot be saved."""
+    def collect(self, rank: int, world: int, *, alone: bool = False) -> Collected:
+        """The state to save now. `alone`: this rank leaves it without the others (`Saving.leave_alone`). Raises
+        codec.StateTypeError, naming the value that cannot be saved."""
         encoder = codec.Encoder(f"{OWN}{rank}/")
         parts = self._parts(encoder)
         tree = {
@@ -343,7 +367,8 @@ class Tracker:
             "kinds": self._kinds(),
             "only": self.chosen,
             "random": encoder.encode(random_state(), "random"),
-            "orders": [] if rank else self.reducers.orders,
+            "orders": [] if rank and not alone else self.reducers.orders,
+            **({ALONE: True} if alone else {}),
             TIED: parts.tied,
         }
         return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles)
@@ -383,6 +408,8 @@ class Tracker:
         """The differences between the snapshot and the tracked objects: input of `tracked.together`. `world`: the
         number of ranks on which it is restored; 0: as many as saved it."""
         text = text_of(saved, rank)
+        if text.get(STAND_IN) and world == text["world"] and not self._has_random(text["step"]):
+            raise ShardingError(f"the random numbers of rank {rank} are not available")
         there = {name for part in ("models", "optimizers", "others") for name in text[part]}
         whole = choice.only is None or text.get("only") == sorted(choice.only)
         self.state._only = "" if whole else str(sorted(choice.only or ()))
@@ -414,6 +441,18 @@ class Tracker:
                 "lost and repeated. Give it a method regroup(rank, world), take ht.DataLoader, or begin its epoch "
                 f"again: resume(optional=['{name}'])"
             )
+
+    def lacks_parts(self, saved: Saved, rank: int) -> bool:
+        """Whether parts of tensors that this rank has may be missing: shards of other ranks. Raises ShardingError."""
+        shared, text = Shared(), text_of(saved, rank)
+        for model in self._models:
+            model.collect(model.live(), shared, codec.Encoder())
+        parts = [(key, tensor) for key, tensor in shared.tensors.items() if key in saved.pieces]
+        for each in self._optimizers:
+            if each.name in text["optimizers"]:
+                of_optimizer = each.saved_tensors(_merged(saved, text, each.name), text["models"])
+                parts += [(key, parameter) for key, _, parameter in of_optimizer]
+        return not all(saved.has_part(key, tensor) for key, tensor in parts)
 
     def targets(self, saved: Saved, rank: int, fit: Fit) -> Targets:
         """The shared tensors to fill before `restore`."""
@@ -463,12 +502,18 @@ class Tracker:
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
         drawn = codec.decode(text["random"], saved.fresh)
-        if world == world_then:
+        if world == world_then and text.get(STAND_IN):
+            assert self.random_record is not None
+            RandomNumbers().restore(self.random_record.read(self.state.step))
+        elif world == world_then:
             set_random_state(drawn)
         else:
             done.seed = text["random"]["torch"]["$bytes"]
             done.equal = sorted(equal_parts([each["random"] for each in saved.texts])) if len(saved.texts) > 1 else None
         return done
+
+    def _has_random(self, step: int) -> bool:
+        return self.random_record is not None and self.random_record.read(step) is not None
 
     def state_in(self, saved: Saved, name: str) -> Any:
         """The state of this object, which is neither a model nor an optimizer, in an image of one rank."""
@@ -500,11 +545,21 @@ def text_of(saved: Saved, rank: int) -> dict[str, Any]:
         raise ShardingError(
             "torch.distributed.checkpoint.save made the snapshot: load it with its load() and ht.SnapshotReader"
         )
+    if found is None and all(each.get(ALONE) for each in texts.values()):
+        found = _stand_in(sorted(texts.values(), key=lambda each: codec.expect(each.get("rank"), int, "rank")))
     if found is None:
         raise ShardingError(f"the state of rank {rank % world_then} is not available")
     if found.get("format") != FORMAT:
         raise ShardingError(f"the snapshot has the format {found.get('format')}, this holdfast reads {FORMAT}")
     return found
+
+
+def _stand_in(texts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The text in place of that of a lost rank, whose state others have left after its loss: theirs, if all are equal
+    but for random numbers; None: they differ."""
+    first = texts[0]
+    same = all(each[part] == first[part] for each in texts for part in ("models", "optimizers", "others", "epoch"))
+    return {**first, STAND_IN: True} if same else None
 
 
 def _merged(saved: Saved, text: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -20,6 +20,8 @@ schedule, a scaler, epoch and position in the data, and all other tracked object
 was interrupted anywhere in that time has a clean state. A rank that was interrupted later, between the optimizer's step
 and `snaps.step()`, or that has changed parameters before the optimizer's step, takes the state of another.
 
+remaking.py has the other form, in which the function makes the model itself.
+
 A program whose state cannot be carried over a loss gets an error before the first step is complete, or `ht.survive` is
 a plain call: then a loss restarts all processes, as without it. One line at the start says which (`_announce`);
 carrying.py decides it.
@@ -34,31 +36,36 @@ import contextlib
 import functools
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.protocol.errors import HoldfastError, ProcessGroupError, TrackingError
-from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, WHY_CHARACTERS_MAX, Survive
-from holdfast.train import torch_private
-from holdfast.train.accumulation import forget_pending
-from holdfast.train.agent_channel import AgentChannel, ChannelLostError, Go
+from holdfast.protocol.errors import ProcessGroupError, TrackingError
+from holdfast.protocol.train_contract import Survive
+from holdfast.train.agent_channel import AgentChannel, Release, is_replacement
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
-from holdfast.train.carrying import PlainCall, PlainCallReason, check_function, surviving_mode, why_plain
-from holdfast.train.group import LONE_EXIT_PATIENCE_S, ProcessGroup, open_group, regroup
+from holdfast.train.carrying import (
+    PlainCall,
+    PlainCallReason,
+    check_function,
+    surviving_mode,
+    why_not_made_again,
+    why_plain,
+)
+from holdfast.train.generation_calls import GenerationCalls, RegroupReport
+from holdfast.train.group import ProcessGroup, open_group
 from holdfast.train.mistakes import SharedFacts
 from holdfast.train.own_objects import Digests, unknown_objects
 from holdfast.train.random_numbers import equal_parts, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.reducers import Order
+from holdfast.train.remaking import Remaker, check_not_sharded
 from holdfast.train.save import image
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, together
@@ -72,37 +79,34 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NEWS_S = 5.0
-"""Limit of the wait for the news that a rank was lost, after an error of the process group. Without that news the error
-is the program's own."""
 COMPARE_STEPS_MAX = 20
 """Limit of the steps of a generation in which the ranks' digests may arrive. If they have not, random numbers and
 objects count as each rank's own."""
-STOP_S = 60.0
-"""Limit of the wait to be stopped, after this rank has refused to go on."""
 
 
-class Released(BaseException):
-    """The exception by which the training function is left; it is then called again in another world. No Exception:
-    the program's own handlers must not catch it."""
-
-
-def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def survive(
+    snaps: Snapshots, *, ranks: Callable[[int], int] | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a training function go on in this process when ranks are lost or join: it is called again.
 
-    `snaps`: the Snapshots that track the objects, after `resume()`. All that the function needs is made before it; its
-    own variables are lost. Between `resume()` and the function, and outside of `snaps.step()`'s loop, no rank may use
-    the process group. If a loss cannot be survived (without holdfast's agent, with --survive off, for sharded models …)
-    it is a plain call. One line on rank 0's stderr says so, and why.
+    What is made before the function is kept, what it makes is made again. `snaps`: the Snapshots, in one of two forms.
+    After `track()` and `resume()` they are kept with the model, and on the CPU no step is lost. Otherwise the function
+    calls both, and makes the model, as it has to be for a sharded one: then training goes on from the newest state in
+    memory. `ranks`: for such a function the number of ranks that train, of those that are there (`multiple_of`); the
+    others wait as spares.
 
-    Raises TrackingError without `resume()`, and for objects with a state that the function uses and that are not
-    tracked.
+    Between `resume()` and the function, and outside of `snaps.step()`'s loop, no rank may use the process group. If a
+    loss cannot be survived (without holdfast's agent, with --survive off …) it is a plain call. One line on rank 0's
+    stderr says so, and why.
+
+    Raises TrackingError for objects with a state that the function uses and that are not tracked, MadeBeforeError for
+    a sharded model, a device mesh or a process group that was made before the function.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def run(*arguments: P.args, **keywords: P.kwargs) -> T:
-            survivor = _survivor_of(snaps, function)
+            survivor = _survivor_of(snaps, function, ranks)
             if survivor is None:
                 return function(*arguments, **keywords)
             return survivor.run(functools.partial(function, *arguments, **keywords))
@@ -112,39 +116,62 @@ def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def _survivor_of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | None:
+def _survivor_of(
+    snaps: Snapshots, function: Callable[..., Any], ranks: Callable[[int], int] | None
+) -> Survivor | Remaker | None:
     """The survivor that calls the function; None: it is a plain call. Raises TrackingError."""
-    if not snaps.resumed:
-        raise TrackingError("ht.survive: call snaps.resume() before the training function")
+    keeps = snaps.resumed  # the models were made before the function
+    if keeps and ranks is not None:
+        raise TrackingError("ht.survive(ranks=…): call snaps.track() and snaps.resume() in the training function")
+    if not keeps and snaps._tracker.names():
+        raise TrackingError(
+            "ht.survive: call snaps.resume() before the training function, or snaps.track() and snaps.resume() in it"
+        )
     survivor = snaps._survivor
     if survivor is not None:
         check_function(function, snaps._tracker)
         return survivor  # a replacement, which has joined in resume()
     if snaps._not_survived:
         return None
+    if snaps._made_in:
+        raise TrackingError(
+            f"ht.survive: {snaps._made_in}() makes what it tracks, and was called already: call one such function, once"
+        )
     group = open_group()
-    why = why_plain(group, snaps._tracker)
+    why = why_plain(group, snaps._tracker) if keeps else why_not_made_again(group)
     channel = AgentChannel.open() if why is None else None
     if why is None and channel is None:
         why = PlainCall(PlainCallReason.NO_AGENT)
-    _announce(group, snaps, why)
     if channel is None or group is None:
+        _announce(group, snaps, why, keeps=keeps)
         return None
-    check_function(function, snaps._tracker)
-    return Survivor(snaps, group, channel)
+    try:
+        if keeps:
+            check_not_sharded(snaps._tracker.named_models(), function)
+            check_function(function, snaps._tracker)
+            found: Survivor | Remaker = Survivor(snaps, group, channel)
+        else:
+            found = Remaker(snaps, group, channel, function, ranks)
+    except BaseException:
+        channel.close()
+        raise
+    if not is_replacement():
+        _announce(group, snaps, None, keeps=keeps)
+    return found
 
 
-def _announce(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | None) -> None:
-    """Print on rank 0, once, what a loss will do."""
+def _announce(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | None, *, keeps: bool) -> None:
+    """Print on rank 0, once, what a loss will do. `keeps`: the model is kept."""
     if snaps._survival_said or (group.rank if group is not None else int(os.environ.get("RANK") or 0)) != 0:
         return
     snaps._survival_said = True
+    makes = "" if keeps else ", make the model again"
     if why is not None:
         text = f"{why}; if a rank is lost, all are started again"
-    elif surviving_mode() is Survive.WAIT:
-        text = "if a rank is lost, the others keep their processes and wait for its replacement"
     else:
-        text = "if a rank is lost, the others keep their processes and go on without it until its replacement joins"
+        waits = surviving_mode() is Survive.WAIT
+        then = "wait for its replacement" if waits else "go on without it until its replacement joins"
+        text = f"if a rank is lost, the others keep their processes{makes} and {then}"
     sys.stderr.write(f"holdfast: ht.survive: {text}\n")
 
 
@@ -152,13 +179,9 @@ class Survivor:
     """One process that goes on in one generation after the other. `at_boundary` is called at the end of each step."""
 
     def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel) -> None:
-        assert group.connection is not None
         self._snaps, self._tracked_state = snaps, snaps.state
-        self._group, self._connection = group, group.connection
-        self._channel = channel
+        self._calls = GenerationCalls(group, channel)
         self._uninterrupted = channel.uninterrupted
-        self._generation = 0
-        """The current generation; 0: the one in which this process was started, whose number it does not know."""
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
         self._probe = ValueProbe(each for model in snaps._tracker.models for each in model.parameters())
         self._optimizers = UntrackedOptimizers(
@@ -170,12 +193,8 @@ class Survivor:
         step."""
         self._no_step_yet = True
         """Whether no step was completed in this generation."""
-        self._report_due: dict[str, Any] | None = None
-        """The report to the agent that is sent with the first step of a new generation; None: none is due."""
         self._joined = False
         """Whether this is a replacement that has joined, and its training function was not called yet."""
-        self._withdrawn = False
-        """Whether a loss is not survived any more."""
         self._equal_generators: list[str] | None = None
         """The random generators from which all ranks draw the same numbers; None: not known yet."""
         self._equal_objects: list[str] = []
@@ -195,12 +214,9 @@ class Survivor:
             for model in self._snaps._tracker.models:
                 hooks.enter_context(noted_forward(model, self._boundary.forward_done))
             hooks.callback(self._leave)
-            hooks.callback(drain.before_stop, None)
-            drain.before_stop(self._at_safe_point)
-            modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
+            self._modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
 
             self._snaps._survivor = self
-            self._connection.outlives = self._is_consequence
             if self._joined:  # since resume() this process may have drawn numbers, which the lost rank had not
                 self._boundary.restore_random(self._boundary.step, survived=True)
             self._joined = False
@@ -208,49 +224,24 @@ class Survivor:
             self._begin_step()
             self._reducers.mark()
 
-            while True:
-                try:
-                    try:
-                        self._begin()
-                        return train()
-                    finally:
-                        self._channel.arrive()  # otherwise an interruption could come in the code that follows
-                except BaseException as error:
-                    if self._withdrawn or not self._is_consequence(error):
-                        self._announce_exit(error)
-                        raise
-                    # The function's variables belong to the old world, and must not outlive it.
-                    traceback.clear_frames(error.__traceback__)
-                self._regroup()
-                for module, mode in modes:  # it may have been interrupted in an evaluation
-                    module.training = mode
+            return self._calls.run(train, self)
 
-    def _begin(self) -> None:
-        """Begin a call of the training function: from now on the main thread may be interrupted."""
+    def begin_call(self) -> None:
         self._no_step_yet, self._steps, self._facts, self._compared = True, 0, None, False
-        self._channel.train(self._cut, lambda: not self._stepping, Released)
-        self._channel.say("able", generation=self._generation)
 
-    def _announce_exit(self, error: BaseException) -> None:
-        """Print it, if this rank ends by `sys.exit(0)` in its training function: that is no loss, and the others cannot
-        go on without it. The wait for a common end is short then: if the others do not end as well, they have to notice
-        this soon."""
-        if isinstance(error, SystemExit) and error.code in (None, 0) and not drain.stopping() and self._group.world > 1:
-            self._connection.exit_patience_s = LONE_EXIT_PATIENCE_S
-            step, rank = self._snaps.state.step, self._group.rank
-            sys.stderr.write(
-                f"holdfast: rank {rank} ends: sys.exit(0) in its training function after step {step}. It is no loss, "
-                "and the other ranks have to end as well.\n"
-            )
+    def may_interrupt(self) -> bool:
+        return not self._stepping
+
+    def at_safe_point(self, release: Release) -> None:
+        """Nothing is done: the state after the last step is kept."""
+
+    def step(self) -> int:
+        return self._snaps.state.step
 
     def _leave(self) -> None:
         """Tell the agent that this process cannot survive a loss any more, and release everything."""
-        self._withdrawn = True
         self._snaps._survivor = None
-        self._connection.outlives = None
-        with contextlib.suppress(ChannelLostError):
-            self._channel.say("unable")
-        self._channel.close()
+        self._calls.leave()
         self._boundary.objects.close()
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
@@ -269,7 +260,7 @@ class Survivor:
     def _look_for_writes(self) -> None:
         """Withdraw if the program has changed parameters in a way that cannot be noticed when a step is interrupted:
         see unnoticed_writes.py."""
-        if self._withdrawn or self._stepping:
+        if self._calls.withdrawn or self._stepping:
             return
         if not self._probe.changed():
             self._boundary.moved()
@@ -281,30 +272,20 @@ class Survivor:
 
     def withdraw(self, why: str) -> None:
         """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""
-        if self._withdrawn:
+        if self._calls.withdrawn:
             return
         self._snaps._not_survived = why
-        group = self._group
-        # One rank alone may have found the reason. If several have, the first of them prints it.
-        if SharedFacts(group.rank, group.world, group.store).count("survive/withdrawn", 1) <= 1:
-            seen = f", as rank {group.rank} has found" if group.world > 1 else ""
-            sys.stderr.write(f"holdfast: ht.survive: {why}{seen}; if a rank is lost, all are started again\n")
+        self._calls.say_withdrawn(why)
         self._leave()
         drain.before_stop(None)
 
     def at_boundary(self) -> None:
         """Keep the state of the step that was just completed. Raises Released if the training function is to be left
         here, and TrackingError if an optimizer is not tracked."""
-        if self._optimizers.found:
-            raise TrackingError(
-                f"ht.survive: an optimizer of the class {self._optimizers.found} steps a tracked model, and is not "
-                "tracked: a replacement would begin with an empty state\n"
-                "give it to track(), too; one that another optimizer wraps by a name of its own: "
-                "track(…, base=optimizer.base_optimizer)"
-            )
+        self._optimizers.check()
         if self._probe.looks:
             self._look_for_writes()
-            if self._withdrawn:
+            if self._calls.withdrawn:
                 return
 
         self._boundary.mark(self._tracked_state)
@@ -314,15 +295,13 @@ class Survivor:
             self._compare_ranks()
         if self._no_step_yet:
             self._no_step_yet = False
-            self._report()
+            self._calls.step_is_done()
             if why := self._reducers.why_not():  # the function itself may use join(), or set a communication hook
                 self.withdraw(why)
                 return
 
         self._stepping = False  # only now: a state that is half marked is that of no step
-        release = self._channel.released
-        if release is not None and release.cut:
-            raise Released
+        self._calls.leave_if_cut()
 
     def _compare_ranks(self) -> None:
         """Find out which random generators and which tracked objects are equal on all ranks, after a generation's first
@@ -331,7 +310,8 @@ class Survivor:
         self._steps += 1
         step = self._boundary.step - self._steps + 1  # the generation's first one: the ranks' digests are named by it
         if self._steps == 1:
-            self._facts = SharedFacts(self._group.rank, self._group.world, self._group.store)
+            group = self._calls.group
+            self._facts = SharedFacts(group.rank, group.world, group.store)
             self._facts.post(f"random/{step}", self._boundary.random_digests())
             self._facts.post(f"objects/{step}", self._boundary.objects.whole_digests())
         elif self._facts is not None and (found := self._facts.posted(f"objects/{step}")) is not None:
@@ -343,74 +323,27 @@ class Survivor:
         elif self._steps == COMPARE_STEPS_MAX:
             self._compared = True
 
-    def _at_safe_point(self) -> None:
-        """Handle the order to all ranks to stop after this step. Raises Released if they only regroup."""
-        release = self._channel.catch_up()
-        if release is not None:
-            if release.leaves:
-                drain.stop()
-            raise Released
-
-    def _report(self) -> None:
-        """Tell the agent how long the regroup took, and what it has lost."""
-        if self._report_due is None:
-            return
-        began_s = self._report_due.pop("began_s")
-        seconds = round(time.monotonic() - began_s, 3)
-        with contextlib.suppress(ChannelLostError):
-            self._channel.say("went_on", **self._report_due, seconds=seconds)
-        self._report_due = None
-
-    # --- leaving the old world --------------------------------------------------------------------------------------
-
-    def _cut(self) -> None:
-        """End every wait in the process group. The channel's thread calls this."""
-        self._connection.sockets.cut()
-        if self._connection.on_nccl and dist.is_initialized():
-            torch_private.abort_groups()
-
-    def _is_consequence(self, error: BaseException) -> bool:
-        """Whether a loss, or a regroup, made the training function raise this. For an error of the process group it
-        waits for the news of a loss, which may come later than the error."""
-        if isinstance(error, Released):
-            return True
-        if not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
-            return False
-        if isinstance(error, (torch.OutOfMemoryError, TrackingError)):
-            return False
-        release = self._channel.catch_up()
-        if (release is None or not release.cut) and _is_of_the_group(error):
-            release = self._channel.await_cut(NEWS_S)
-        return release is not None and release.cut
-
     # --- entering the new one ---------------------------------------------------------------------------------------
 
-    def _regroup(self) -> None:
+    def go_on(self, report: RegroupReport) -> None:
         """Go back to the last boundary, and enter the next generation."""
-        began_s = time.monotonic()
-        self._channel.arrive()
-        try:
-            self._boundary.rewind(self._snaps.state)
-            agreement = self._go_on(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
-            self._boundary.mark(self._snaps.state, begins=True)
-            self._begin_step()
-            self._stepping = False
-            self._report_due = {
-                "generation": self._generation,
-                "step": agreement.chosen.step,
-                "steps_lost": agreement.steps_lost,
-                "began_s": began_s,
-            }
-        except ChannelLostError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
-            self._refuse(error)
+        self._boundary.rewind(self._snaps.state)
+        agreement = self._agree(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
+        self._boundary.mark(self._snaps.state, begins=True)
+        self._begin_step()
+        self._stepping = False
+        report.step, report.steps_lost = agreement.chosen.step, agreement.steps_lost
+        for module, mode in self._modes:  # it may have been interrupted in an evaluation
+            module.training = mode
 
-    def _go_on(self, *, step: int, clean: bool) -> Agreement:
-        """Wait for this rank's number in the next generation, join it, and agree with the other ranks on the state.
-        `step`, `clean`: see RankReport."""
-        before, boundary, snaps = [self._group.rank, self._group.world], self._boundary, self._snaps
-        peers = self._enter(self._channel.await_go())
+    def _agree(self, *, step: int, clean: bool) -> Agreement:
+        """Enter the next generation, and agree with the other ranks on the state. `step`, `clean`: see RankReport."""
+        calls, boundary, snaps = self._calls, self._boundary, self._snaps
+        before = [calls.group.rank, calls.group.world]
+        go = calls.channel.await_go()
+        self._reducers.disconnect()
+        peers = calls.enter(go)
+        assert peers is not None  # all ranks train
         positions = boundary.positions() if step >= 0 else {}
         own = RankReport(
             step,
@@ -431,36 +364,14 @@ class Survivor:
         agreement = Agreement.reach(peers, own)
         self._equal_generators, self._equal_objects = agreement.chosen.equal_generators, agreement.chosen.equal_objects
         self._reducers.connect(agreement.chosen.orders, agreement.chosen.frozen, agreement.chosen.graded)
-        agreement.apply(snaps, self._group, peers, boundary, survived=step >= 0)
-        snaps._go_on(peers, self._generation, agreement.chosen.schedule, agreement.chosen.durable)
+        agreement.apply(snaps, calls.group, peers, boundary, survived=step >= 0)
+        snaps._go_on(peers, calls.generation, agreement.chosen.schedule, agreement.chosen.durable)
         return agreement
-
-    def _enter(self, go: Go) -> Peers:
-        """Join the world of this generation: environment, process group, models."""
-        os.environ.update(go.environment)
-        os.environ.pop(REPLACEMENT_VARIABLE, None)
-        drain.begin_again()
-        self._generation = go.generation
-        forget_pending()
-        self._reducers.disconnect()
-        return regroup(self._group, go.generation)
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Let all ranks be restarted, and wait for that. Raising the exception here would make it look like the cause
-        of the loss."""
-        self._channel.say("refuse", why=f"{type(error).__name__}: {error}"[:WHY_CHARACTERS_MAX])
-        time.sleep(STOP_S)
-        raise error
 
     def join(self) -> int:
         """Join the others as a replacement, in `resume()`. Returns the step from which it goes on."""
-        self._channel.say("ready")
-        try:
-            step = self._go_on(step=-1, clean=False).chosen.step
-        except ChannelLostError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
-            self._refuse(error)
+        self._calls.channel.say("ready")
+        step = self._calls.refusing_errors(lambda: self._agree(step=-1, clean=False).chosen.step)
         self._boundary.mark(self._snaps.state, begins=True)
         self._joined = True
         return step
@@ -479,15 +390,6 @@ def join(snaps: Snapshots) -> int:
         raise ProcessGroupError(f"This process replaces a lost one, and cannot join the others: {why}.")
     survivor = snaps._survivor = Survivor(snaps, group, channel)
     return survivor.join()
-
-
-def _is_of_the_group(error: BaseException) -> bool:
-    """Whether a collective operation or the store raised this."""
-    if isinstance(error, (dist.DistError, ConnectionError, HoldfastError)):
-        return True
-    # gloo raises a plain RuntimeError: only its text says where it comes from.
-    text = str(error)
-    return any(word in text for word in ("gloo", "Connection closed by peer", "NCCL", "TCPStore"))
 
 
 # --- the state of all ranks -----------------------------------------------------------------------------------------

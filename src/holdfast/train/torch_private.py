@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import tensor as dtensors
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,6 +88,39 @@ def broadcast_coalesced(group: Any, tensors: list[torch.Tensor], bytes_max: int)
     else:
         for each in tensors:
             dist.broadcast(each, group=group, group_src=0)
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches, which have device meshes of groups that are gone. A mesh of a later world with the same
+    ranks is equal to such a one: an operation would get that, with groups of other ranks, and no mesh would ever be
+    freed. `mesh_names_missing` is asked before. Tried on 2.13.0 alone."""
+    for owner, name in _CACHES_OF_MESHES:
+        getattr(owner(), name).cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    dtensors._random._rng_tracker = None  # it has a mesh as well, and is made again
+
+
+def mesh_names_missing() -> str:
+    """A sentence about a name that `forget_meshes` needs, and which torch does not have; empty: none is missing."""
+    for owner, name in _CACHES_OF_MESHES:
+        try:
+            found = hasattr(getattr(owner(), name), "cache_clear")
+        except AttributeError:
+            found = False
+        if not found:
+            return f"ht.survive needs {name} of torch.distributed.tensor, which torch {torch.__version__} does not have"
+    of_random = getattr(dtensors, "_random", None)
+    others = ((torch._C, "_clear_DTensor_sharding_propagator_cache"), (of_random, "_rng_tracker"))
+    return next((_missing(at, name, "ht.survive") for at, name in others if not hasattr(at, name)), "")
+
+
+_CACHES_OF_MESHES: tuple[tuple[Callable[[], Any], str], ...] = (
+    (lambda: DTensor._op_dispatcher.sharding_propagator, "propagate_op_sharding"),
+    (lambda: DTensor._op_dispatcher.sharding_propagator, "_propagate_tensor_meta_cached"),
+    (lambda: dtensors._redistribute, "_gen_transform_infos"),
+    (lambda: dtensors._collective_utils.MeshTopoInfo, "build_from_mesh"),
+)
+"""Functions of torch with a cache whose keys or values are device meshes."""
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -174,6 +208,13 @@ def set_scale(scaler: GradScaler, scale: torch.Tensor | None, growth: torch.Tens
     unscaled gradients."""
     scaler._scale, scaler._growth_tracker = scale, growth
     scaler._per_optimizer_states.clear()
+
+
+def forget_steps(scaler: GradScaler) -> None:
+    """Drop what a scaler has noted of a step that is given up: it would take another optimizer's gradients for
+    unscaled. Where torch has another name for it, nothing is dropped; only a scaler that is older than the optimizer
+    needs it."""
+    getattr(scaler, "_per_optimizer_states", {}).clear()
 
 
 def caches_plans(planner: Any) -> bool:

@@ -8,7 +8,7 @@ Each rank compares what it tracks with what was saved (`Compared`); the findings
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -400,14 +400,19 @@ class TrackedOptimizer:
 
     def targets(self, saved: Saved, part: Mapping[str, Any], models: Collection[str], into: Targets) -> None:
         """Tensors to fill: existing ones, and new ones for state that a fresh optimizer does not have yet."""
+        for key, what, parameter in self.saved_tensors(part, models):
+            _target(saved, key, self.optimizer.state.get(parameter, {}).get(what), parameter, into)
+
+    def saved_tensors(
+        self, part: Mapping[str, Any], models: Collection[str]
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """The tensors of a saved state: the key, its last part, and the parameter to which each belongs."""
         names = self._named(models)
         parameters = {names[each]: each for group in self.optimizer.param_groups for each in group["params"]}
         for fqn, rest in codec.section(part, "state").items():
-            parameter = parameters[fqn]
-            held = self.optimizer.state.get(parameter, {})
-            for what, value in rest.items():
+            for what, value in rest.items() if fqn in parameters else ():
                 if value is None:
-                    _target(saved, f"{self.name}.state.{fqn}.{what}", held.get(what), parameter, into)
+                    yield f"{self.name}.state.{fqn}.{what}", what, parameters[fqn]
 
     def restore(
         self,

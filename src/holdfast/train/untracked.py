@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from holdfast.protocol.errors import TrackingError
 from holdfast.train import torch_private
 from holdfast.train.data.datasets import Seeded
 from holdfast.train.guards import replaced
@@ -198,6 +199,16 @@ class UntrackedOptimizers:
         self.tracked |= {id(each) for one in others for each in _optimizers_in(one)}
         self.found = ""
         """The class of an optimizer that has stepped and is not tracked; empty: there is none."""
+
+    def check(self) -> None:
+        """Raise TrackingError if such an optimizer has stepped: in `ht.survive` it would lose its state."""
+        if self.found:
+            raise TrackingError(
+                f"ht.survive: an optimizer of the class {self.found} steps a tracked model, and is not "
+                "tracked: a replacement would begin with an empty state\n"
+                "give it to track(), too; one that another optimizer wraps by a name of its own: "
+                "track(…, base=optimizer.base_optimizer)"
+            )
 
     def note(self, optimizer: Optimizer) -> bool:
         """Note that an optimizer steps. Returns whether it steps parameters of the models."""

@@ -146,6 +146,11 @@ class _Slot:
     def stopping(self) -> bool:
         return self._stopped
 
+    @property
+    def asked(self) -> bool:
+        """Whether the agents hold the workers, or have named the safe point at which all stop."""
+        return bool(self._words[layout.HELD] or self._words[layout.SAFE_POINT])
+
     def save_wanted(self) -> bool:
         """Whether to save at the newest safe point."""
         self._words[self._slot + layout.SAVES] = 1
@@ -190,15 +195,20 @@ class SafePoints:
         slot = self._slot
         return slot is not None and slot.own and slot.save_wanted()
 
-    def reach(self) -> bool:
-        if not self._address:
-            return False
-        if self._slot is None:
+    @property
+    def asked(self) -> bool:
+        return self._opened() and self._slot is not None and self._slot.asked
+
+    def _opened(self) -> bool:
+        """Whether this process has a slot; it is opened at the first call."""
+        if self._slot is None and self._address:
             self._slot = _open(self._address)
             if self._slot is None:
                 self._address = ""
-                return False
-        if not self._slot.own:
+        return self._slot is not None and self._slot.own
+
+    def reach(self) -> bool:
+        if not self._opened() or self._slot is None:
             return False
         stop = self._slot.reach()
         if stop:
@@ -276,6 +286,12 @@ def should_save() -> bool:
     It costs about a microsecond. Without holdfast it is always False.
     """
     return _own_safe_points().save_wanted()
+
+
+def asked() -> bool:
+    """Whether all ranks are being asked to stop at a safe point. A rank that makes no steps, as a spare, calls
+    should_stop() only then: otherwise it would be ahead of the others, who had to come to the same safe point."""
+    return _own_safe_points().asked
 
 
 def stopping() -> bool:

@@ -1,7 +1,8 @@
 """What scripts share in which ranks are lost at chosen places: SCRIPT FOLDER CASE
 
-CASE is a JSON object. Of it this module knows `faults`: [[local rank, where, steps so far]], each a kill that happens once;
-and `exact`: numbers have double precision. Each rank writes FOLDER/steps.LOCAL_RANK, with a digest of its weights after each
+CASE is a JSON object. Of it this module knows `faults`: [[local rank, where, steps so far]], each a kill that happens once, or,
+with "wait" at its end, a wait for the file FOLDER/go on after STEP; `node`: each node has one worker, and this is its number,
+in place of the local rank; and `exact`: numbers have double precision. Each rank writes FOLDER/steps.LOCAL_RANK, with a digest of its weights after each
 step, and at its end FOLDER/end.LOCAL_RANK, a JSON object.
 """
 
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 
 FOLDER = Path(sys.argv[1])
-LOCAL_RANK = int(os.environ["LOCAL_RANK"])
 CASE: dict[str, Any] = json.loads(sys.argv[2])
+LOCAL_RANK = int(CASE.get("node", os.environ["LOCAL_RANK"]))
 BATCH = 2
 
 torch.set_num_threads(1)
@@ -37,14 +38,23 @@ class World:
 
 def reach(where: str, step: int) -> None:
     """A place where a rank may be lost. It waits until the others have come there: what they do is not left to chance."""
-    for index, fault in enumerate(CASE.get("faults", [])):
-        if fault[1:] == [where, step] and not (FOLDER / f"fault.{index}").exists():
-            (FOLDER / f"there.{index}.{LOCAL_RANK}").touch()
-            if fault[0] == LOCAL_RANK:
-                while len(list(FOLDER.glob(f"there.{index}.*"))) < World.size:
-                    time.sleep(0.002)
-                (FOLDER / f"fault.{index}").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+    due = [
+        (index, fault[0], "wait" in fault)
+        for index, fault in enumerate(CASE.get("faults", []))
+        if fault[1:3] == [where, step] and not (FOLDER / f"fault.{index}").exists()
+    ]
+    for index, *_ in due:
+        (FOLDER / f"there.{index}.{LOCAL_RANK}").touch()
+    for index, rank, waits in due:
+        if rank == LOCAL_RANK:
+            while len(list(FOLDER.glob(f"there.{index}.*"))) < World.size:
+                time.sleep(0.002)
+            (FOLDER / f"fault.{index}").touch()
+            while waits:
+                if (FOLDER / f"go on after {step}").exists():
+                    return
+                time.sleep(0.002)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def row(index: int) -> torch.Tensor:

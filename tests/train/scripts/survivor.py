@@ -23,8 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import holdfast.train as ht
 from holdfast.memory_folder import COPIES
@@ -48,7 +46,6 @@ class Case:
     """Dropout and batch normalization: another world computes something else."""
     batch: int | None = None
     """Samples of a micro-batch, of which several make an optimizer step."""
-    sharded: bool = False
     processes: int = 0
     """Of the data loader."""
     meet: int = -1
@@ -169,8 +166,7 @@ class Net(nn.Module):
         self.first = nn.Linear(8, 32)
         self.rest = nn.Sequential(nn.ReLU(), *between, nn.Linear(32, 33), nn.ReLU(), nn.Linear(33, 3))
         self.counts = nn.Parameter(torch.zeros(case.steps * GLOBAL))
-        if not case.sharded:
-            self.first.weight.register_hook(self.in_backward)
+        self.first.weight.register_hook(self.in_backward)
 
     def in_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """Of the first layer: those of the others are on their way."""
@@ -213,10 +209,6 @@ def note_copies(snaps: ht.Snapshots) -> None:
     (FOLDER / f"copies.{LOCAL_RANK}").write_text(json.dumps([snaps.state.step, tier.copy_error, held]))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def a_traceback() -> str:
     """What one line of it looks like."""
     with contextlib.redirect_stderr(io.StringIO()) as text:
@@ -227,7 +219,7 @@ def a_traceback() -> str:
 def digest(*tensors: torch.Tensor) -> str:
     held = hashlib.sha256()
     for each in tensors:
-        held.update(whole(each).numpy().tobytes())
+        held.update(each.detach().numpy().tobytes())
     return held.hexdigest()[:16]
 
 
@@ -242,7 +234,7 @@ def main() -> None:
     with ht.process_group() as pg, snaps:
         torch.manual_seed(1)
         net = Net()
-        model = fully_shard(net) if case.sharded else ht.ddp(net, pg, bucket_cap_mb=0.001)
+        model = ht.ddp(net, pg, bucket_cap_mb=0.001)
         torch.manual_seed(pg.rank)
         counts = net.counts
         others = [each for each in model.parameters() if each is not counts]
@@ -289,8 +281,8 @@ def main() -> None:
         end = {
             "step": state.step,
             "worlds": worlds,
-            "counts": sorted({round(each, 3) for each in whole(counts).tolist()}),
-            "weights": [whole(each).double().sum().item() for each in others],
+            "counts": sorted({round(each, 3) for each in counts.tolist()}),
+            "weights": [each.detach().double().sum().item() for each in others],
             "parameters": digest(*model.parameters(), *moments),
             "buffers": digest(*model.buffers()),
             "random": digest(torch.get_rng_state()),

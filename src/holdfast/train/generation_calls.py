@@ -1,0 +1,240 @@
+"""Calls a training function in one generation after the other, in the same process: what all of `ht.survive` shares.
+
+When a rank is lost, or at a safe point at which ranks join or leave, the function is left by an exception. The process
+waits at the gate (agent_channel.py) for its rank in the next generation, joins that, and calls the function again. What
+becomes of the state in between is decided by the `Rank`: survival.py keeps the model, remaking.py lets the function
+make it again.
+
+Knows the process group and the channel to the agent. Must not know what is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from holdfast.protocol.errors import HoldfastError, TrackingError
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, WHY_CHARACTERS_MAX
+from holdfast.train import torch_private
+from holdfast.train.accumulation import forget_pending
+from holdfast.train.agent_channel import AgentChannel, ChannelLostError, Go, Release
+from holdfast.train.agreement import Peers
+from holdfast.train.group import LONE_EXIT_PATIENCE_S, ProcessGroup, regroup
+from holdfast.train.mistakes import SharedFacts
+from holdfast.worker import drain
+
+T = TypeVar("T")
+
+NEWS_S = 5.0
+"""Limit of the wait for the news that a rank was lost, after an error of the process group. Without that news the error
+is the program's own."""
+STOP_S = 60.0
+"""Limit of the wait to be stopped, after this rank has refused to go on."""
+
+
+class Released(BaseException):
+    """The exception by which the training function is left; it is then called again in another world. No Exception:
+    the program's own handlers must not catch it."""
+
+
+@dataclass
+class RegroupReport:
+    """The report to the agent about a regroup, which is sent after the first step of the new generation."""
+
+    began_s: float
+    step: int | None = None
+    """The step from which training goes on; None: not known yet."""
+    steps_lost: int = 0
+    """The number of steps that some rank has completed and that are done again."""
+
+
+class Rank(Protocol):
+    """What happens to the state of this rank when the training function is left and called again."""
+
+    def begin_call(self) -> None:
+        """The function is called next."""
+
+    def may_interrupt(self) -> bool:
+        """Whether the main thread may be interrupted now, inside the call of a module."""
+
+    def at_safe_point(self, release: Release) -> None:
+        """All ranks leave the function at this safe point."""
+
+    def go_on(self, report: RegroupReport) -> None:
+        """Leave the old world and enter the next one (`GenerationCalls.enter`). It completes the report if it can."""
+
+    def step(self) -> int:
+        """The number of steps so far."""
+
+
+class GenerationCalls:
+    """The calls of one training function in one process."""
+
+    def __init__(
+        self, group: ProcessGroup, channel: AgentChannel, ranks: Callable[[int], int] = lambda world: world
+    ) -> None:
+        """`ranks`: the number of ranks that train, of those that are there."""
+        assert group.connection is not None
+        self.group, self.channel, self._ranks = group, channel, ranks
+        self._connection = group.connection
+        self.generation = 0
+        """The current generation; 0: the one in which this process was started, whose number it does not know."""
+        self.withdrawn = False
+        """Whether a loss is not survived any more."""
+        self.report: RegroupReport | None = None
+        """The report that is sent with the first step of a new generation; None: none is due."""
+
+    @property
+    def generation_store(self) -> Any:
+        """`GroupConnection.generation_store`."""
+        return self._connection.generation_store
+
+    def run(self, train: Callable[[], T], rank: Rank) -> T:
+        """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(drain.before_stop, None)
+            drain.before_stop(lambda: self._at_safe_point(rank))
+            self._connection.outlives = self.is_consequence
+            while True:
+                try:
+                    try:
+                        rank.begin_call()
+                        # From here on the main thread may be interrupted.
+                        self.channel.train(self._cut, rank.may_interrupt, Released)
+                        self.channel.say("able", generation=self.generation)
+                        return train()
+                    finally:
+                        self.channel.arrive()  # otherwise an interruption could come in the code that follows
+                except BaseException as error:
+                    if self.withdrawn or not self.is_consequence(error):
+                        self._announce_exit(error, rank.step())
+                        raise
+                    # The function's variables belong to the old world, and must not outlive it.
+                    traceback.clear_frames(error.__traceback__)
+                self._regroup(rank)
+
+    def _announce_exit(self, error: BaseException, step: int) -> None:
+        """Print it, if this rank ends by `sys.exit(0)` in its training function: that is no loss, and the others cannot
+        go on without it. The wait for a common end is short then: if the others do not end as well, they have to notice
+        this soon."""
+        if isinstance(error, SystemExit) and error.code in (None, 0) and not drain.stopping() and self.group.world > 1:
+            self._connection.exit_patience_s = LONE_EXIT_PATIENCE_S
+            sys.stderr.write(
+                f"holdfast: rank {self.group.rank} ends: sys.exit(0) in its training function after step {step}. It is "
+                "no loss, and the other ranks have to end as well.\n"
+            )
+
+    def leave(self) -> None:
+        """Tell the agent that this process cannot survive a loss any more, and close the channel."""
+        self.withdrawn = True
+        self._connection.outlives = None
+        with contextlib.suppress(ChannelLostError):
+            self.channel.say("unable")
+        self.channel.close()
+
+    def say_withdrawn(self, why: str) -> None:
+        """Print why a loss is not survived any more. One rank alone may have found the reason; if several have, the
+        first of them prints it."""
+        group = self.group
+        if SharedFacts(group.rank, group.world, group.store).count("survive/withdrawn", 1) <= 1:
+            seen = f", as rank {group.rank} has found" if group.world > 1 else ""
+            sys.stderr.write(f"holdfast: ht.survive: {why}{seen}; if a rank is lost, all are started again\n")
+
+    # --- leaving the old world --------------------------------------------------------------------------------------
+
+    def step_is_done(self) -> None:
+        """Send the report, with a generation's first step."""
+        report, self.report = self.report, None
+        if report is not None:
+            seconds = round(time.monotonic() - report.began_s, 3)
+            about: dict[str, Any] = {"step": report.step or 0, "steps_lost": report.steps_lost, "seconds": seconds}
+            with contextlib.suppress(ChannelLostError):
+                self.channel.say("went_on", generation=self.generation, **about)
+
+    def leave_if_cut(self) -> None:
+        """Raise Released if the function has to be left at once."""
+        release = self.channel.released
+        if release is not None and release.cut:
+            raise Released
+
+    def _at_safe_point(self, rank: Rank) -> None:
+        """Handle the order to all ranks to stop after this step. Raises Released if they only regroup."""
+        release = self.channel.catch_up()
+        if release is not None:
+            rank.at_safe_point(release)
+            if release.leaves:
+                drain.stop()
+            raise Released
+
+    def _cut(self) -> None:
+        """End every wait in the process group. The channel's thread calls this."""
+        self._connection.sockets.cut()
+        if self._connection.on_nccl and dist.is_initialized():
+            torch_private.abort_groups()
+
+    def is_consequence(self, error: BaseException) -> bool:
+        """Whether a loss, or a regroup, made the training function raise this. For an error of the process group it
+        waits for the news of a loss, which may come later than the error."""
+        if isinstance(error, Released):
+            return True
+        if not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
+            return False
+        if isinstance(error, (torch.OutOfMemoryError, TrackingError)):
+            return False
+        release = self.channel.catch_up()
+        if (release is None or not release.cut) and _is_of_the_group(error):
+            release = self.channel.await_cut(NEWS_S)
+        return release is not None and release.cut
+
+    # --- entering the new one ---------------------------------------------------------------------------------------
+
+    def _regroup(self, rank: Rank) -> None:
+        """Enter the next generation."""
+        report = RegroupReport(time.monotonic())
+        self.channel.arrive()
+        self.refusing_errors(lambda: rank.go_on(report))
+        self.report = report
+
+    def refusing_errors(self, work: Callable[[], T]) -> T:
+        """Do the work. If it fails, whatever the error is, all ranks restart."""
+        try:
+            return work()
+        except ChannelLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
+            self._refuse(error)
+
+    def enter(self, go: Go) -> Peers | None:
+        """Join the world of this generation: environment, process group. Nothing of the old one may be in use. Returns
+        its ranks; None: this rank is a spare."""
+        os.environ.update(go.environment)
+        os.environ.pop(REPLACEMENT_VARIABLE, None)
+        drain.begin_again()
+        self.generation = go.generation
+        forget_pending()
+        return regroup(self.group, go.generation, self._ranks)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Let all ranks be restarted, and wait for that. Raising the exception here would make it look like the cause
+        of the loss."""
+        self.channel.say("refuse", why=f"{type(error).__name__}: {error}"[:WHY_CHARACTERS_MAX])
+        time.sleep(STOP_S)
+        raise error
+
+
+def _is_of_the_group(error: BaseException) -> bool:
+    """Whether a collective operation or the store raised this."""
+    if isinstance(error, (dist.DistError, ConnectionError, HoldfastError)):
+        return True
+    # gloo raises a plain RuntimeError: only its text says where it comes from.
+    text = str(error)
+    return any(word in text for word in ("gloo", "Connection closed by peer", "NCCL", "TCPStore"))

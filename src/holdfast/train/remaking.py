@@ -1,0 +1,302 @@
+"""ht.survive for a function that makes its model itself: sharded models, device meshes, groups of its own.
+
+    @ht.survive(snaps)
+    def train():
+        model = fully_shard(Net().to(pg.device))  # for the ranks that are there
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = ht.DataLoader(...)
+        state = snaps.track(model=model, optimizer=optimizer, loader=loader)
+        snaps.resume()
+        for epoch in state.epochs(10):
+            ...
+
+    train()
+
+The shards of a lost rank are in its memory alone, and other ranks' shards have another form. So nothing that the
+function has made is carried over a loss. Its frame is left, everything in it is let go, the process joins the next
+generation, and the function is called again in the same process: `snaps.resume()` in it takes the newest state that is
+complete over the memory of the ranks, also those that are lost (snapshots/slots.py), on any number of ranks. What was
+made before the function, and the process itself, are kept.
+
+Where living ranks have all parts of the last complete step, they leave these in memory before (replica_state.py).
+
+Such a state is complete before training begins: without one a first loss would leave objects changed that were made
+before the function and are tracked in it. So `resume()` saves to memory when it finds nothing.
+
+A model that was made before the function is refused: its shards, or its process group, end with the ranks that they
+were made for.
+
+Knows the tracked objects and Snapshots. Knows nothing of nodes and agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.protocol.errors import MadeBeforeError, ProcessGroupError
+from holdfast.train import torch_private
+from holdfast.train.agent_channel import AgentChannel, Release, is_replacement
+from holdfast.train.carrying import check_function, is_sharded, name_of, used_by, why_data_stay
+from holdfast.train.data.loader import DataLoader
+from holdfast.train.data.sampler import DistributedSampler
+from holdfast.train.generation_calls import GenerationCalls, RegroupReport
+from holdfast.train.group import ProcessGroup
+from holdfast.train.quarantine import forget_previous_end
+from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
+from holdfast.train.replica_state import ReplicaState, replica_state
+from holdfast.train.state import Tracker
+from holdfast.train.untracked import UntrackedOptimizers
+from holdfast.worker import drain
+
+if TYPE_CHECKING:
+    from holdfast.train.snapshots_api import Snapshots
+
+T = TypeVar("T")
+
+SPARE_POLL_S = 0.05
+"""Pause between two looks of a spare (s)."""
+TRAINED = "trained"
+"""The key in the store under which the ranks that train say that they have ended."""
+
+
+def multiple_of(number: int) -> Callable[[int], int]:
+    """A rule for `survive(snaps, ranks=…)`: a multiple of this number of ranks trains, and the rest wait as spares. So
+    a mesh with a dimension of this size fits after a loss."""
+    if number < 1:
+        raise ProcessGroupError(f"multiple_of({number}): at least 1")
+    return lambda world: world - world % number
+
+
+class Remaker:
+    """One process whose training function makes its model again in each generation. `Snapshots` calls it."""
+
+    def __init__(
+        self,
+        snaps: Snapshots,
+        group: ProcessGroup,
+        channel: AgentChannel,
+        function: Callable[..., Any],
+        ranks: Callable[[int], int] | None = None,
+    ) -> None:
+        """`ranks`: the number of ranks that train, of those that are there; None: all. Raises MadeBeforeError for what
+        was made before the function and ends with a generation, ProcessGroupError for a number of ranks that do not
+        all train from the start."""
+        ranks = ranks or (lambda world: world)
+        if not is_replacement() and (used := ranks(group.world)) != group.world:
+            raise ProcessGroupError(f"ht.survive(ranks=…): {used} of {group.world} ranks would train: start {used}")
+        self._snaps, self._function = snaps, function
+        self._older = _modules_and_data()
+        """The modules, loaders and samplers that were made before the function was called, by their identities."""
+        self._check_made_before()
+        self._calls = GenerationCalls(group, channel, ranks)
+        self._spare = False
+        """Whether this rank does not train in the present generation."""
+        self._random = random_state()
+        """Random numbers before the first call: a call that finds no state begins with the same weights."""
+        self._optimizers: UntrackedOptimizers | None = None
+        """Optimizers that step the present models; None: there is no model yet."""
+        self._replicas: ReplicaState | None = None
+        """The state after the last complete step; None: a loss loses parts of it, or there is no model yet."""
+        self._checked = False
+        """Whether the function was checked."""
+
+    def run(self, train: Callable[[], T]) -> T:
+        """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(register_optimizer_step_pre_hook(self._note_stepping).remove)
+            hooks.callback(self._leave)
+            self._snaps._survivor = self._snaps._remaker = self
+            if is_replacement():
+                self._calls.channel.say("ready")
+                self._calls.refusing_errors(self._enter)
+            found = self._calls.run(lambda: self._wait_as_spare() if self._spare else self._train(train), self)
+        if self._spare:
+            raise SystemExit(0)  # the others have ended the training
+        return cast("T", found)
+
+    def _train(self, train: Callable[[], T]) -> T:
+        found = train()
+        store = self._calls.generation_store
+        with contextlib.suppress(RuntimeError):  # the store is gone, so there is no spare
+            if store is not None:
+                store.set(TRAINED, "1")
+        return found
+
+    def _wait_as_spare(self) -> None:
+        """Wait until the others have ended the training. Raises Released when this rank is to train."""
+        calls, group = self._calls, self._calls.group
+        sys.stderr.write(f"holdfast: ht.survive: rank {group.rank} waits as a spare: ranks= lets {group.world} train\n")
+        calls.step_is_done()
+        while not calls.generation_store.check([TRAINED]):
+            calls.leave_if_cut()
+            drain.beat()
+            if not drain.asked():
+                time.sleep(SPARE_POLL_S)
+            elif drain.should_stop():
+                return  # the whole job stops here
+
+    # --- what the calls ask -----------------------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """Nothing is prepared: the function makes everything."""
+
+    def may_interrupt(self) -> bool:
+        # Whatever is half done belongs to the function, and is let go. But a state that is half marked is of no step.
+        return self._replicas is None or not self._replicas.stepping
+
+    def step(self) -> int:
+        return self._snaps.state.step
+
+    def at_safe_point(self, release: Release) -> None:
+        if not release.cut:
+            self._snaps._save_at_safe_point(leaves=release.leaves)
+
+    def go_on(self, report: RegroupReport) -> None:  # noqa: ARG002 - `resumed` completes it
+        """Let everything go, and enter the next generation."""
+        self._optimizers = None
+        saving, replicas, self._replicas = self._snaps._stop_saving(), self._replicas, None
+        if replicas is not None:
+            if saving is not None:
+                replicas.leave(saving)
+            replicas.close()
+        del saving, replicas
+        self._snaps._let_go()
+        gc.collect()  # modules, their hooks and meshes refer to each other
+        torch_private.forget_meshes()
+        self._enter()
+
+    def _enter(self) -> None:
+        peers = self._calls.enter(self._calls.channel.await_go())
+        forget_previous_end()
+        self._spare = peers is None
+        if peers is None:
+            self._snaps._rest()
+        else:
+            self._snaps._new_world = peers, self._calls.generation
+        set_random_state(self._random)
+
+    def _leave(self) -> None:
+        if self._replicas is not None:
+            self._replicas.close()
+            self._replicas = None
+        self._snaps._survivor = self._snaps._remaker = None
+        self._calls.leave()
+
+    # --- what Snapshots calls ---------------------------------------------------------------------------------------
+
+    def check(self, tracker: Tracker) -> None:
+        """Check what is tracked, before it gets its state. Raises TrackingError."""
+        for name, model in tracker.named_models():
+            if any(self._is_older(each) for each in model.modules()):
+                raise _refusal(f"{name}, which it tracks,", self._function)
+        for name, follower in tracker.followers().items():
+            if self._is_older(follower) and not getattr(follower, "_follows_group", True):
+                raise _refusal(f"{name}, which has ranks of its own,", self._function)
+        tracker.random_record = RandomRecord.at(self._snaps.memory_place, RandomNumbers().states)
+        if not self._checked:
+            self._checked = True
+            check_function(self._function, tracker)
+
+    def resumed(self, steps_lost: int) -> None:
+        """Everything that is tracked has its state. `steps_lost`: steps that are done again."""
+        self._snaps._made_in = name_of(self._function)
+        tracker, report = self._snaps._tracker, self._calls.report
+        if report is not None:
+            report.step, report.steps_lost = self._snaps.state.step, steps_lost
+        for parameter in (each for model in tracker.models for each in model.parameters()):
+            parameter.grad = None  # it may have been made before: then it has a part of a step that is given up
+        for each in tracker.others.values():
+            if isinstance(each, GradScaler):  # it may have been made before: then it has noted a step that is given up
+                torch_private.forget_steps(each)
+        self._optimizers = UntrackedOptimizers(tracker.models, tracker.optimizers, tracker.others.values())
+        if why := why_data_stay(tracker):
+            self.withdraw(why)
+        elif not self._snaps.memory_place:
+            self.withdraw("states are not in memory, from which the ranks could go on")
+        else:
+            world, lock = self._calls.group.world, self._calls.channel.uninterrupted
+            if not self._snaps._options.replicas_differ:
+                self._replicas = replica_state(tracker, self._snaps.memory_place, world, lock)
+
+    def outlives(self, error: BaseException) -> bool:
+        """Whether this process goes on after the error, which is the consequence of a loss."""
+        return not self._calls.withdrawn and self._calls.is_consequence(error)
+
+    def at_boundary(self) -> None:
+        """A step is complete. Raises Released if the training function is to be left here, and TrackingError if an
+        optimizer is not tracked."""
+        if self._optimizers is not None:
+            self._optimizers.check()
+        if self._replicas is not None:
+            self._replicas.mark()
+        self._calls.step_is_done()
+        self._calls.leave_if_cut()
+
+    def withdraw(self, why: str) -> None:
+        """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""
+        if self._calls.withdrawn:
+            return
+        self._snaps._not_survived = why
+        self._calls.say_withdrawn(why)
+        self._leave()
+        drain.before_stop(None)
+
+    def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._optimizers is not None and self._optimizers.note(optimizer) and self._replicas is not None:
+            self._replicas.note_stepping()
+
+    # --- what was made before ---------------------------------------------------------------------------------------
+
+    def _check_made_before(self) -> None:
+        used = list(used_by(self._function))
+        for name, each in used:
+            if isinstance(each, (DeviceMesh, dist.ProcessGroup)):
+                raise _refusal(f"{name}, a {type(each).__name__},", self._function)
+        check_not_sharded(((name, each) for name, each in used if isinstance(each, nn.Module)), self._function)
+        # Not all that the function uses is found by its names.
+        rest = (each for reference in self._older.values() if (each := reference()) is not None)
+        modules = ((f"a {type(each).__name__}", each) for each in rest if isinstance(each, nn.Module))
+        check_not_sharded(modules, self._function, recurse=False)
+
+    def _is_older(self, each: object) -> bool:
+        reference = self._older.get(id(each))
+        return reference is not None and reference() is each
+
+
+def check_not_sharded(
+    modules: Iterable[tuple[str, nn.Module]], function: Callable[..., Any], *, recurse: bool = True
+) -> None:
+    """Raise MadeBeforeError if one of these modules, each with its name, is sharded: they were made before the
+    function. `recurse`: look at the modules within as well."""
+    for name, each in modules:
+        if is_sharded(each, recurse=recurse):
+            raise _refusal(f"{name}, which is sharded,", function)
+
+
+def _refusal(what: str, function: Callable[..., Any]) -> MadeBeforeError:
+    name = f"{name_of(function)}()"
+    return MadeBeforeError(
+        f"ht.survive: {what} was made before {name}, and ends with the ranks that it was made for: make it in {name}, "
+        "with its optimizer, and call snaps.track() and snaps.resume() there"
+    )
+
+
+def _modules_and_data() -> dict[int, weakref.ref[Any]]:
+    """All modules of this process, and our loaders and samplers, by their identities."""
+    gc.collect()  # a module that is not used any more is no reason to refuse
+    kinds = (nn.Module, DataLoader, DistributedSampler)
+    # Not isinstance: an object that stands for another one may answer it with work of its own.
+    return {id(each): weakref.ref(each) for each in gc.get_objects() if issubclass(type(each), kinds)}

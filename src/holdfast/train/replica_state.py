@@ -1,0 +1,95 @@
+"""The state after the last complete step, as far as living replicas have it, when a rank is lost.
+
+Where each shard is on several ranks (HSDP, tensor parallelism with replicas, DDP), the loss of one rank loses no shard.
+So each of the others leaves in memory what it has of the last complete step, before its training function is left
+(`Saving.leave_alone`). If all parts are there, training goes on from that step, and none is lost; otherwise from the
+state in memory before.
+
+A rank whose optimizer has begun to step, or whose parameters have changed since the last step was complete, leaves no
+tensors. The text of the lost rank is that of another one; its random numbers are in a record that outlives it
+(random_numbers.py). Objects of the program's own may be different on each rank: with these it is not done. On a GPU
+neither: work that was queued for a step may still change the parameters of the step before.
+
+Knows the tracked objects. Knows nothing of process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.protocol.errors import HoldfastError
+from holdfast.train.boundary import Boundary, noted_forward
+from holdfast.train.own_objects import unknown_objects
+from holdfast.train.random_numbers import RandomRecord
+from holdfast.train.save import Saving
+from holdfast.train.state import Tracker
+
+
+class ReplicaState:
+    """The state of this rank after its last step, in a world in which each part is on several ranks."""
+
+    def __init__(self, tracker: Tracker, place: str, uninterrupted: threading.RLock) -> None:
+        """`place`: a folder in memory that outlives this process. `uninterrupted`: a lock under which the main thread
+        is not interrupted."""
+        self._tracker, self._uninterrupted = tracker, uninterrupted
+        with contextlib.suppress(OSError):  # that of the world before: steps may be done again with other numbers
+            Path(RandomRecord.path(place)).unlink()
+        self._boundary = Boundary(tracker, place)
+        self._hooks = contextlib.ExitStack()
+        for model in tracker.models:
+            self._hooks.enter_context(noted_forward(model, self._boundary.forward_done))
+        self._boundary.mark(tracker.state, begins=True)
+        self.stepping = False
+        """Whether an optimizer has begun to step since the last step was complete."""
+
+    def note_stepping(self) -> None:
+        """An optimizer of the tracked models begins to step."""
+        if not self.stepping:
+            with self._uninterrupted:
+                self.stepping = True
+
+    def mark(self) -> None:
+        """A step is complete."""
+        self._boundary.mark(self._tracker.state)
+        self.stepping = False
+
+    def leave(self, saving: Saving) -> None:
+        """Leave the state after the last complete step in memory. An error costs the steps since the state before."""
+        with contextlib.suppress(HoldfastError, RuntimeError, ValueError, TypeError):
+            clean = not self.stepping and self._boundary.untouched()
+            self._boundary.rewind(self._tracker.state)
+            self._tracker.set_positions(self._boundary.positions())
+            saving.leave_alone(tensors=clean)
+
+    def close(self) -> None:
+        """No step follows."""
+        self._hooks.close()
+        self._boundary.objects.close()
+
+
+def replica_state(tracker: Tracker, place: str, world: int, uninterrupted: threading.RLock) -> ReplicaState | None:
+    """The state of this rank, if living ranks can have all of it when one is lost; None: they cannot."""
+    replicated = world > 1 and all(_has_replicas(model) for model in tracker.models)
+    if not (replicated and place) or unknown_objects(tracker.others):
+        return None
+    return ReplicaState(tracker, place, uninterrupted)
+
+
+def _has_replicas(model: nn.Module) -> bool:
+    """Whether each parameter and buffer is in main memory, and on several ranks."""
+    return all(_is_replicated(each) for each in (*model.parameters(), *model.buffers()))
+
+
+def _is_replicated(tensor: Any) -> bool:
+    if tensor.device.type != "cpu":
+        return False
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh = tensor.device_mesh
+    return any(each.is_replicate() and mesh.size(dim) > 1 for dim, each in enumerate(tensor.placements))

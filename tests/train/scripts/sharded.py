@@ -1,0 +1,256 @@
+"""A training that makes its sharded model in the function, in which ranks are lost: sharded.py FOLDER CASE
+
+CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, pipeline, ddp), `steps` of an epoch, `memory` (steps from one state
+in memory to the next), `disk` (steps between saves to the disk) and `drawn` (dropout).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lost_ranks import CASE, FOLDER, World, end, reach, row
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import holdfast.train as ht
+from holdfast.train import save as saving
+
+GLOBAL = 12
+STEPS = CASE.get("steps", 8)
+EPOCHS = CASE.get("epochs", 2)
+
+
+class Now:
+    """The state of the loop."""
+
+    step = 0
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return STEPS * GLOBAL
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return row(index)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.dropout = nn.Dropout(0.2 if CASE.get("drawn") else 0.0)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.down(self.dropout(torch.relu(self.up(rows))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        within = self.blocks[0](rows)
+        reach("forward", Now.step)
+        within.register_hook(in_backward)
+        return self.head(self.blocks[1](within)).square().mean()
+
+
+class Stage(nn.Module):
+    """One of two stages of a pipeline: the first block, or the rest."""
+
+    def __init__(self, net: Net, *, first: bool) -> None:
+        super().__init__()
+        self.first = net.blocks[0] if first else None
+        self.second = None if first else nn.Sequential(net.blocks[1], net.head)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        reach("forward", Now.step)
+        rows = rows if self.first is None else self.first(rows)
+        if rows.requires_grad:
+            rows.register_hook(in_backward)
+        return rows if self.second is None else self.second(rows)
+
+
+def train_a_step(model: nn.Module, loader: ht.DataLoader[torch.Tensor], rows: torch.Tensor, pg: Any) -> float:
+    """Returns the loss."""
+    if not isinstance(model, Stage):
+        with ht.accumulate(model, loader) as micro:
+            micro.backward(model(rows))
+        return float(micro.loss)
+    stage = PipelineStage(model, pg.rank, pg.world, pg.device)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, _: output.square().mean())
+    losses: list[torch.Tensor] = []
+    schedule.step(*([rows] if pg.rank == 0 else []), target=rows if pg.rank else None, losses=losses)
+    loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+    dist.broadcast(loss, src=1)
+    return float(loss)
+
+
+def in_backward(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradients of the second block are on their way."""
+    reach("backward", Now.step)
+    return gradient
+
+
+class Stopping:
+    """Made before the function, and tracked in it."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+def made(pg: Any) -> nn.Module:
+    net = Net()
+    kind = CASE.get("kind", "fsdp")
+    if kind == "ddp":
+        return ht.ddp(net, pg)
+    if kind == "pipeline":
+        return Stage(net, first=pg.rank == 0)
+    if kind == "tensor":
+        mesh = pg.mesh(tensor=pg.world)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for each in net.blocks:
+            parallelize_module(each, mesh, plan)
+        return net
+    mesh = init_device_mesh("cpu", (pg.world,)) if kind == "fsdp" else pg.mesh(replicate=-1, shard=2)
+    for each in net.blocks:
+        fully_shard(each, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def made_loader(ranks: tuple[int, int] | None) -> ht.DataLoader[torch.Tensor]:
+    return ht.DataLoader(Rows(), GLOBAL, True, global_batch_size=GLOBAL, seed=7, ranks=ranks)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    held = hashlib.sha256()
+    for each in tensors:
+        held.update(whole(each).contiguous().numpy().tobytes())
+    return held.hexdigest()[:16]
+
+
+def of_all_ranks(text: str) -> list[str]:
+    """The stages of a pipeline have different parameters."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, text)
+    return sorted(set(found))
+
+
+def in_saves() -> None:
+    """A rank may be lost when its part is copied, before the others learn of it."""
+    fill = saving.fill
+
+    def filled(*arguments: Any) -> bool:
+        done = fill(*arguments)
+        reach("save", Now.step)
+        return done
+
+    saving.fill = filled
+
+
+def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
+    snaps.track(model=model)
+    snaps.resume()
+
+    @ht.survive(snaps)
+    def train() -> None:
+        assert isinstance(model, nn.Module)
+
+    train()
+
+
+def main() -> None:
+    in_saves()
+    disk = CASE.get("disk")
+    every, copies = f"{disk} steps" if disk else None, CASE.get("copies", 0)
+    snaps = ht.Snapshots(FOLDER / "runs", every, memory_every=CASE.get("memory", 3), copies=copies)
+    with ht.process_group() as pg, snaps:
+        index, calls = ["made", "once"], list[Any]()
+        stopping = None if CASE.get("nothing of its own") else Stopping()
+        older = list[weakref.ref[nn.Module]]()
+        torch.manual_seed(1)
+        before = CASE.get("before")
+        loader_before = made_loader((0, 1) if before == "ranks" else None) if before in ("loader", "ranks") else None
+        mesh = pg.mesh(shard=-1) if before == "mesh" else None
+        older_model = Net() if before == "plain" else made(pg) if before in ("model", "resumed") else None
+        if before == "resumed":
+            train_made_before(snaps, older_model)
+            return
+
+        @ht.survive(snaps, ranks=ht.multiple_of(CASE["multiple"]) if "multiple" in CASE else None)
+        def train() -> dict[str, Any]:
+            World.size = pg.world
+            left = sum(each() is not None for each in older)
+            reach("build again" if (FOLDER / "fault.0").exists() else "build", 0)
+            if mesh is not None:
+                mesh.get_group()
+            model = made(pg) if older_model is None else fully_shard(older_model)
+            if CASE.get("compiled"):
+                for each in model.blocks:
+                    each.compile(backend="aot_eager")
+            older.append(weakref.ref(model))
+            adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
+            loader = loader_before or made_loader((0, 1) if CASE.get("kind") in ("tensor", "pipeline") else None)
+            own = {} if stopping is None else {"stopping": stopping}
+            state = snaps.track(model=model, adam=adam, schedule=schedule, loader=loader, **own)
+            resumed = snaps.resume()
+            source = "" if resumed is None else resumed.source
+            calls.append([os.getpid(), id(index), pg.world, state.step, source, left])
+            Now.step = state.step
+            reach("resumed", state.step)
+            for _ in state.epochs(EPOCHS):
+                for rows in loader:
+                    Now.step = state.step
+                    reach("begin", state.step)
+                    loss = train_a_step(model, loader, rows, pg)
+                    reach("gradients", state.step)
+                    adam.step()
+                    reach("optimizer", state.step)
+                    adam.zero_grad()
+                    schedule.step()
+                    if stopping is not None:
+                        stopping.losses.append(loss)
+                    snaps.step(loss=loss)
+                    reach("between steps", state.step)
+                reach("end of an epoch", state.step)
+            moments = [each for held in adam.state.values() for each in held.values()]
+            return {
+                "step": state.step,
+                "parameters": of_all_ranks(digest([*model.parameters(), *moments])),
+                "weights": [whole(each).double().sum().item() for each in model.parameters()],
+                "random": digest([torch.get_rng_state()]),
+                "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if CASE.get("compiled") else 0,
+                "rates": schedule.get_last_lr(),
+            }
+
+        found = train()
+        if CASE.get("again"):
+            train()
+        dist.barrier()
+        end(**found, losses=[] if stopping is None else stopping.losses, calls=calls)
+
+
+main()
