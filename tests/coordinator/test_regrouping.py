@@ -371,6 +371,20 @@ def test_replacements_do_not_join_before_all_others_are_able() -> None:
     assert harness.machine.phase is Phase.DRAINING
 
 
+def test_ranks_do_not_wait_at_the_safe_point_for_one_that_has_ended_before_it() -> None:
+    """Without that they waited until the limit of a hang (seed 1513 of questions-succession)."""
+    harness = able()
+    harness.kill_worker(2)
+    went_on(harness)
+    harness.say(2, ReplacementReady(2, (0,)))
+    for link in (1, 2):
+        harness.say(link, Held(2, 7))
+    harness.say(2, WorkerDone(3, 1))
+    assert harness.machine.phase is Phase.REGROUPING, "all may end before it"
+    harness.prepare(1)
+    assert refusal(harness) == "rank 3 has ended before the safe point at which others wait"
+
+
 def test_a_rank_lost_while_replacements_join_is_survived_too() -> None:
     harness = able()
     harness.kill_worker(2)

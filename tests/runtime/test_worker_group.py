@@ -288,6 +288,15 @@ async def test_a_worker_whose_function_has_ended_is_not_able_and_refuses_when_it
     await crew.end()
 
 
+@pytest.mark.parametrize("crew", [{"how": ["0=returns"]}], indirect=True)
+async def test_workers_refuse_to_wait_at_a_safe_point_for_one_that_has_ended_before_it(crew: Any) -> None:
+    await crew.begin()
+    crew.group.regroup(place(2, 0, 1, 2), 9)
+    refused = await crew.next(RegroupRefused)
+    assert refused.text.endswith(": waits at the safe point, and rank 0 has ended before it")
+    await crew.end()
+
+
 async def test_a_second_loss_forms_the_generation_again_and_who_waits_stays(crew: Any) -> None:
     await crew.begin()
     await crew.lose(1)

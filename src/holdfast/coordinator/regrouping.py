@@ -287,6 +287,9 @@ class Regrouping:
         due_s = self.due_s(world)
         if world.done_count and self.cut:
             return self._refusal(world, f"rank {spans(world.done_ranks())} has ended")
+        if self._waits_for_ended(world):
+            ended = f"rank {spans(world.done_ranks())} has ended before the safe point"
+            return self._refusal(world, f"{ended} at which others wait")
         if now >= since_s + due_s:
             what = "no replacement" if world.all_prepared else "not every worker"
             return self._refusal(world, f"{what} was ready within {due_s:g} s")
@@ -298,6 +301,14 @@ class Regrouping:
             plan = self._with_ready(world, 0)
             orders += [plan] if plan is not None else []
         return orders
+
+    def _waits_for_ended(self, world: World) -> bool:
+        """Whether ranks wait at the safe point for others that have ended before it. None waits if all end earlier."""
+        if self.cut or not world.done_count:
+            return False
+        places = self.past[max(self.past)].world.places
+        # A node that has just joined is prepared without a worker at the safe point.
+        return any(set(places.get(name, ())) - world.done.get(name, set()) for name in world.prepared)
 
     def due_s(self, world: World) -> float:
         """Time that the start of the next generation may take (s)."""

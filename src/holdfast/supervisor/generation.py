@@ -43,6 +43,7 @@ from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
 from holdfast.supervisor.log_spool import WorkerStreams
 from holdfast.supervisor.release import Lateness, LongestStep, allowed_s
 from holdfast.supervisor.worker_command import worker_argv, worker_fds
+from holdfast.text import spans
 
 ENDING = (Work.STOPPING, Work.KILLING)
 """A worker that ends in one of these states was stopped."""
@@ -113,6 +114,8 @@ class RunningGeneration:
         """The workers are on their way to the gate, or wait there."""
         self._at_once = False
         """They have to come to the gate at once, and not from a safe point."""
+        self._ended_before = set[int]()
+        """Local ranks that have ended before the safe point at which the others leave. It was not reported yet."""
         self._released_s = 0.0
         """The time of the order to come to the gate (s of the loop's clock)."""
         self._longest = LongestStep()
@@ -234,6 +237,12 @@ class RunningGeneration:
         while self._ended_pids:
             supervisor.kill_session(self._ended_pids.pop())
 
+        # All were able when the safe point was agreed: those that are not any more have ended their training since.
+        self._ended_before = (
+            set()
+            if self._at_once
+            else {rank for rank, worker in self._workers.items() if worker.generation and not worker.able}
+        )
         for worker in self._workers.values():
             worker.able, worker.gate = False, 0
             if self._is_expected(worker) and self._channel is not None:
@@ -364,14 +373,18 @@ class RunningGeneration:
             case SaysUnable():
                 self._set_able(worker, able=False)
                 # If the safe point lies behind the last step, all of them end before it: that is no refusal.
-                if self._gathering and self._at_once and local_rank in self._taking_part and worker.generation:
-                    self._refused(worker, "its training function has ended")
+                if self._gathering and local_rank in self._taking_part and worker.generation:
+                    if self._at_once:
+                        self._refused(worker, "its training function has ended")
+                    else:
+                        self._ends_before(local_rank)
             case SaysReady():
                 self._ready(worker)
             case AtGate(generation):
                 # A worker that waits for an earlier generation has not seen the newer order yet.
                 if self._gathering and generation == self.number:
                     worker.gate = generation
+                    self._look_for_ended()
                     self._on_gate()
             case Refuses(why):
                 self._refused(worker, why)
@@ -406,6 +419,21 @@ class RunningGeneration:
         self._journal.write("replacement_ready", **self._place(worker), pid=worker.pid, seconds=seconds)
         ranks = tuple(sorted(rank for rank, each in self._workers.items() if each.ready))
         self._emit(ReplacementsReady(self._replacing, ranks))
+
+    def _ends_before(self, local_rank: int) -> None:
+        """This worker ends before the safe point."""
+        if not self._at_once:
+            self._ended_before.add(local_rank)
+            self._look_for_ended()
+
+    def _look_for_ended(self) -> None:
+        """Refuse if a worker waits at the safe point for another one that has ended before it: without this the job
+        would stand still until the limit of a hang. The coordinator sees the same of several nodes."""
+        waiting = [each for each in self._workers.values() if each.gate == self.number and each.generation]
+        if waiting and self._ended_before:
+            ranks = spans(sorted(map(self.rank_of, self._ended_before)))
+            self._ended_before = set()  # it is reported once
+            self._refused(waiting[0], f"waits at the safe point, and rank {ranks} has ended before it")
 
     def _refused(self, worker: Worker, why: str) -> None:
         self._journal.write("cannot_regroup", **self._place(worker), why=why)
@@ -442,6 +470,8 @@ class RunningGeneration:
             killed_by_others = event.exit_code == -signal.SIGKILL and work is not Work.KILLING
             self._report(worker, event.exit_code, stopped=work in ENDING and not killed_by_others)
             if self._gathering:
+                if event.exit_code == 0 and worker.gate != self.number and worker.local_rank in self._taking_part:
+                    self._ends_before(worker.local_rank)
                 self._on_gate()  # it may have been the last one that was missing
 
     def lost(self) -> Callable[[], None] | None:

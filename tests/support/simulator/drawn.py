@@ -48,6 +48,10 @@ class DrawnAgent(SimAgent):
         self._able: set[int] = set()
         self._gate: set[int] = set()
         """Workers that wait for their place in the next generation."""
+        self._came: set[int] = set()
+        """Those of them that have come there from the safe point."""
+        self._ended_before: set[int] = set()
+        """Workers that have ended before the safe point."""
         self.replacements: dict[int, int] = {}
         """Workers that take no part yet: the number of each process, by local rank."""
         self._ready: set[int] = set()
@@ -315,6 +319,7 @@ class DrawnAgent(SimAgent):
         cluster.checker.assigned(self.coordinator_number, self.host, len(self.taking_part(assign)), assign)
         held_s, self._held_s = self._held_s, None
         before, self.generation, self.assign = self.generation, assign.generation, assign
+        self._came, self._ended_before = set(), set()
         for local_rank in sorted(self.taking_part(assign)):
             if local_rank in self._ready and local_rank in self.replacements:
                 self._process[local_rank] = self.replacements.pop(local_rank)
@@ -354,7 +359,16 @@ class DrawnAgent(SimAgent):
     def _at_gate(self, assign: Assign, local_rank: int) -> None:
         if self.alive and local_rank in self.workers and self.assign is not None:
             self._gate.add(local_rank)
+            self._came.add(local_rank)
+            self._look_for_ended(self.assign)
             self._look_at_gate(self.assign)
+
+    def _look_for_ended(self, assign: Assign) -> None:
+        """A worker waits at the safe point for one that has ended before it."""
+        if self._came and self._ended_before:
+            self._ended_before = set()
+            refused = ev.RegroupRefused(assign.generation, "a rank has ended before the safe point")
+            self.cluster.agenda.after(0.001, lambda: self.handle(refused))
 
     def _look_at_gate(self, assign: Assign) -> None:
         """All workers that take part have come, or will end there because the node leaves: it is prepared."""
@@ -430,6 +444,9 @@ class DrawnAgent(SimAgent):
             self._begin_reading(generation, failure)
             self.handle(ev.WorkerEnded(generation, local_rank, failure, evidence_follows=True))
         if self.assign is not None:
+            if exit_code == 0 and self.machine.work is Work.REGROUPING and local_rank in self.taking_part(self.assign):
+                self._ended_before.add(local_rank)
+                self._look_for_ended(self.assign)
             self._look_at_gate(self.assign)
 
     def failure(self, local_rank: int, exit_code: int) -> Failure:

@@ -203,7 +203,7 @@ def test_the_shell_shows_and_removes_marks(tmp_path: Path, capsys: pytest.Captur
     assert "suspect      step_000000050.600000000" in text
     assert [line.split()[0] for line in text.splitlines()[1:3]] == ["40", "60"]
     assert main(["snaps", "unmark", str(tmp_path), "--step", "60", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"unmarked": ["step_000000060.0001"]}
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "unmarked": ["step_000000060.0001"]}
     assert main(["snaps", "unmark", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "unmarked  step_000000050.600000000\n"
     assert not folder.survey(tmp_path).marks
