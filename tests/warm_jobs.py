@@ -230,6 +230,7 @@ def _end(pid: int, sock: socket.socket) -> None:
 
 def _become(fds: list[int], arguments: list[str], environment: dict[str, str], folder: str) -> list[str]:
     import ctypes
+    import faulthandler
 
     from holdfast.worker import forking
 
@@ -238,6 +239,8 @@ def _become(fds: list[int], arguments: list[str], environment: dict[str, str], f
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
+    if environment.get("PYTHONFAULTHANDLER"):  # a new Python would see it
+        faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

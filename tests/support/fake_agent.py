@@ -27,6 +27,8 @@ from tests.warm_jobs import Started, WarmJobs
 
 PATIENCE_S = 60.0
 """torch's connections to its store look up names, which may take seconds each."""
+STACK_S = 5.0
+"""Time in which a worker writes its stack and ends."""
 
 
 class FakeAgent:
@@ -134,6 +136,7 @@ class FakeAgent:
             **os.environ,
             **place,
             BOARD_VARIABLE: f"{self._board}@{local_rank}",
+            "PYTHONFAULTHANDLER": "1",  # for `logs_with_stacks`
             train_contract.SAVER_VARIABLE: f"{self.memory.path}@{self.generation}@{local_rank}",
         }
         log = self._folder / f"{local_rank}.log"
@@ -196,8 +199,18 @@ class FakeAgent:
                 raise AssertionError(f"refused while waiting for {what}; heard {self.heard}\n{self.logs()}")
             return done
 
-        until(looked, lambda: f"{what}; heard {self.heard}\n{self.logs()}", PATIENCE_S)
+        until(looked, lambda: f"{what}; heard {self.heard}\n{self.logs_with_stacks()}", PATIENCE_S)
         self._receive()  # who connected, and what was said, before it was reached
+
+    def logs_with_stacks(self) -> str:
+        """The logs, in which each worker that is still alive shows where it is. It ends by that."""
+        living = [each for each in self.workers.values() if each.poll() is None]
+        for each in living:
+            each.send_signal(signal.SIGABRT)
+        for each in living:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.wait(STACK_S)
+        return self.logs()
 
     def logs(self) -> str:
         """What the workers have written, without the frames that torch shows of its C++ code."""
