@@ -182,6 +182,12 @@ def test_the_newest_run_when_none_is_named(
     assert capsys.readouterr().out == "run new on a: 0 generations, not ended\n"
 
 
+def test_a_run_without_a_name_has_the_one_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = journal(tmp_path / "mine", begins("a", "1b4e28ba-2fa1-41d2-883f-0016d3cca427"))
+    assert main(["report", mine]) == 0
+    assert capsys.readouterr().out.startswith("run snug-birch on a:")
+
+
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, other = journal(tmp_path / "mine", begins("a", "mine")), journal(tmp_path / "other", begins("a", "other"))
     odd = journal(tmp_path / "odd", torn='[]\n{"time": 1.0}\n')

@@ -30,7 +30,7 @@ from holdfast.runs.copies_report import CopiesData, ResumedData, copies_of
 from holdfast.runs.finding import newest_ended, run_folders, screen_of
 from holdfast.runs.history_data import CourseData, HistoryData, as_json, history_as_json
 from holdfast.runs.journal_reader import first_outcome, read_journal
-from holdfast.text import duration, plural
+from holdfast.text import duration, plural, spoken
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
 MIB = 2**20
@@ -139,9 +139,8 @@ def survival_text(each: Survival, why: str) -> str:
 
 def print_report(course: Timeline, past: History | None = None) -> None:
     ending = f"ended: {course.end}" if course.end else "not ended"
-    print(
-        f"run {course.run_id} on {', '.join(course.nodes)}: {plural(len(course.generations), 'generation')}, {ending}"
-    )
+    size = plural(len(course.generations), "generation")
+    print(f"run {spoken(course.run_id)} on {', '.join(course.nodes)}: {size}, {ending}")
     if past is not None and past.stretches:
         print_history(course, past)
     if course.preloaded:

@@ -29,7 +29,7 @@ from holdfast.protocol.rank_progress import (
     Stage,
     is_library,
 )
-from holdfast.text import duration, plural, spans, visible
+from holdfast.text import duration, plural, spans, spoken, visible
 from holdfast.traceback_text import fewer_lines
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def headline(view: JobView) -> str:
     at_work = [node for node in view.nodes if node.group_rank is not None]
     size = f"{plural(view.world_size, 'rank')} on {plural(len(at_work), 'node')}, " if view.world_size else ""
     return (
-        f"run {view.run_id}: {view.phase} for {duration(view.since_s)}, generation {view.generation}, {size}"
+        f"run {spoken(view.run_id)}: {view.phase} for {duration(view.since_s)}, generation {view.generation}, {size}"
         f"restarts {view.restarts} of {view.restarts_max}"
     )
 
@@ -414,10 +414,10 @@ def stack_lines(view: StacksView, *, full: bool = False) -> list[str]:
     """The lines of `holdfast stacks`. Without `full`, each stack has only its innermost frame and the user's own."""
     groups = group(view)
     of = f" of {view.world_size}" if len(view.ranks) != view.world_size else ""
+    where = f"run {spoken(view.run_id)}, generation {view.generation}"
     if not groups and not view.silent:
-        return [f"run {view.run_id}, generation {view.generation}: no worker runs now"]
-    places = plural(len(groups), "place")
-    lines = [f"run {view.run_id}, generation {view.generation}: {plural(len(view.ranks), 'rank')}{of} at {places}"]
+        return [f"{where}: no worker runs now"]
+    lines = [f"{where}: {plural(len(view.ranks), 'rank')}{of} at {plural(len(groups), 'place')}"]
     for each in groups:
         lines += ["", *group_lines(each, full=full)]
     if view.silent:
