@@ -247,11 +247,7 @@ def test_a_console_on_a_full_disk_ends_no_job_and_shows_what_there_is_room_for(
     assert "no reader" not in text
 
 
-PLACES = {
-    "/tmp": 'mount -t tmpfs -o "$0" tmpfs /tmp',
-    "/dev/shm": 'mount -t tmpfs -o "$0" tmpfs /dev/shm',
-    "both": 'mount -t tmpfs -o "$0" tmpfs /tmp && mount -t tmpfs -o "$0" tmpfs /dev/shm',
-}
+PLACES = ("/tmp", "/dev/shm", "/tmp /dev/shm")
 
 
 @pytest.mark.parametrize("options", ["size=4k,nr_inodes=9", "nr_inodes=1", "ro"])
@@ -267,8 +263,9 @@ def test_temporary_folders_that_take_nothing_end_no_job(tmp_path: Path, place: s
         "if os.environ['RANK'] == '1': raise ValueError('bad row 17')\n"
         "while True: pass\n"
     )
-    fill = "for place in /tmp /dev/shm; do head -c 100k /dev/zero > $place/filler 2>/dev/null; done; cd /mnt"
-    line = f'mount --bind "$1" /mnt && {PLACES[place]} && {{ {fill}; }} && shift && exec "$@"'
+    mount = f'for place in {place}; do mount -t tmpfs -o "$0" tmpfs $place || exit; done'
+    fill = f"for place in {place}; do head -c 100k /dev/zero > $place/filler 2>/dev/null; done"
+    line = f'mount --bind "$1" /mnt && {{ {mount}; {fill}; }}; cd /mnt && shift && exec "$@"'
     job = [sys.executable, "-m", "holdfast.run", "--standalone", "--nproc-per-node", "2", "/mnt/train.py"]
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", line, options, str(tmp_path), *job]
     environment = {**os.environ, "XDG_STATE_HOME": "/mnt/state", "PYTHONPATH": os.getcwd()}
