@@ -53,9 +53,9 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            snaps.step()  # safe: counts, saves if due, and leaves after a save if the launcher asks
-            if pg.rank == 0 and state.step % options.log_interval == 0:
-                print(f"step {state.step} loss {loss.item():.6f}", flush=True)
+            if pg.rank == 0 and (state.step + 1) % options.log_interval == 0:
+                print(f"step {state.step + 1} loss {loss.item():.6f}", flush=True)
+            snaps.step()  # safe: counts, saves if due, and leaves after a save if the launcher asks: so it comes last
 
 
 if __name__ == "__main__":

@@ -208,9 +208,9 @@ def limited(soft: int, hard: int) -> list[str]:
 
 def test_more_workers_than_the_soft_limit_has_room_for(job_folder) -> None:
     job_folder.ends(
-        0, "--standalone", "--nproc-per-node", "12", job_folder.script(SAY_LIMIT), program=limited(40, 4096)
+        0, "--standalone", "--nproc-per-node", "24", job_folder.script(SAY_LIMIT), program=limited(40, 4096)
     )
-    assert [each["soft"] for each in job_folder.trail("limit")] == [40] * 12, (
+    assert [each["soft"] for each in job_folder.trail("limit")] == [40] * 24, (
         "workers keep the limit that was given to us"
     )
 

@@ -456,12 +456,14 @@ class Supervisor:
                 os._exit(_EXEC_FAILED)  # the supervisor died before the call above, so nothing would kill this process
 
             self._restore_signals()
-            restore_limit(self._limit)
             if command["cpus"]:
                 os.sched_setaffinity(0, command["cpus"])
             if command["cwd"] is not None:
                 os.chdir(command["cwd"])
             report = _place_descriptors(dict(zip(command["fds"], fds, strict=True)), report)
+
+            # After the descriptors: beside those of the supervisor, their copies may have numbers above the user's limit.
+            restore_limit(self._limit)
             environment = {**os.environ, **command["env_set"]}
             for name in command["env_unset"]:
                 environment.pop(name, None)
