@@ -338,7 +338,7 @@ class NotFiniteError(SnapshotError, code="HF412"):
 
 
 class ReplicasDifferError(SnapshotError, code="HF414"):
-    """Ranks have different values of a tensor that should be equal: a snapshot would mix them, so none is made."""
+    """Ranks have different values of a tensor that should be equal. A snapshot would mix them, so none is made."""
 
 
 class CopyError(SnapshotError, code="HF413"):

@@ -533,10 +533,14 @@ class Saving:
         ]
         return TensorFindings(digests, replicas.first_not_finite(collected.trained(written)))
 
+    def drop_uncompared(self) -> None:
+        """Drop the states since the last comparison, which may be wrong: the saver would write them when this process
+        ends."""
+        self.tier.drop(self._compared_step)
+
     def _raise_difference(self, ranks: list[int]) -> NoReturn:
         """Raise ReplicasDifferError, since these ranks have different digests. All ranks call it."""
-        # States since the last comparison may be wrong: the saver would write them when this process ends.
-        self.tier.drop(self._compared_step)
+        self.drop_uncompared()
         assert self._layout is not None
         group = next((each for each in self._layout.replicas if list(each.ranks) == ranks), None)
         shared, mine = self._collect().shared, []

@@ -31,11 +31,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from holdfast import worker
 from holdfast.protocol.errors import (
     IntervalError,
+    ReplicasDifferError,
     SnapshotError,
     SnapshotWriteError,
     TrackingError,
 )
 from holdfast.protocol.train_contract import SAVER_VARIABLE
+from holdfast.train import replica_check
 from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
 from holdfast.train.continued_pass import ContinuedPasses
@@ -485,6 +487,10 @@ class Snapshots:
         if self._before.step < 0:  # otherwise the time since the last save goes on
             self._clock.start(step, time.monotonic())
         self._watch_optimizers()
+        state = self.state
+        replica_check.counted_by(lambda: state.step)
+        if self._options.replicas_differ:
+            replica_check.may_differ(self._tracker.models)
         rules = SaveRules(
             self._options.failed_saves_max, self._options.replicas_differ, read_back=self._keep is not None
         )
@@ -747,6 +753,8 @@ class Snapshots:
             self._life.failed(error, self.state.step)
         self._closed = True
         self._remove_hooks()
+        if isinstance(error, ReplicasDifferError) and self._saving is not None:
+            self._saving.drop_uncompared()
         if self._current_tier is not None:
             self._current_tier.close(ahead=True)
         if self._lease is not None:
