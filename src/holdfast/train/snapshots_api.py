@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -90,12 +90,17 @@ class SnapshotOptions:
     replicas_differ: bool = False
     """Whether ranks may have different values of a parameter (local SGD); a snapshot then has those of the first rank
     that has it. False: that is an error, at each save to the disk."""
+    nonfinite: Literal["report", "stop"] = "report"
+    """What follows if a parameter or optimizer value in a save to the disk is nan or infinite. "report": rank 0 warns,
+    and the snapshot is marked. "stop": all ranks raise NotFiniteError, and nothing is saved."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
             raise IntervalError(f"failed_saves_max={self.failed_saves_max!r}: a number of saves, at least 1")
         if self.copies_bytes_per_s is not None and not self.copies_bytes_per_s > 0:
             raise IntervalError(f"copies_bytes_per_s={self.copies_bytes_per_s!r}: more than 0, or None")
+        if self.nonfinite not in ("report", "stop"):
+            raise IntervalError(f'nonfinite={self.nonfinite!r}: "report" or "stop"')
         self.patience(None)
 
     def patience(self, interval_steps: int | None) -> Patience:
@@ -492,7 +497,10 @@ class Snapshots:
         if self._options.replicas_differ:
             replica_check.may_differ(self._tracker.models)
         rules = SaveRules(
-            self._options.failed_saves_max, self._options.replicas_differ, read_back=self._keep is not None
+            self._options.failed_saves_max,
+            self._options.replicas_differ,
+            stops_not_finite=self._options.nonfinite == "stop",
+            read_back=self._keep is not None,
         )
         self._saving = saving = Saving(self._tracker, peers, tier, self._clock, self._taken, rules, self._copies)
         return saving
