@@ -347,6 +347,8 @@ class ReplicaCheck:
         self._number, self.steps = 0, 0
         """This check's number among those of its ranks; complete steps in this world."""
         self._rank, self._world, self._store = 0, 1, None
+        self._before: Peers | None = None
+        """The messages of the check before."""
         self._silent = 0
         """The number of checks in a row in which a rank was silent."""
         self._off = ""
@@ -357,7 +359,7 @@ class ReplicaCheck:
         """Count from 0: this world begins, or the check. All ranks make the same state their own before. `number`: that
         of this check among those of this world."""
         self._number, self._rank, self._world, self._store = number, rank, world, store
-        self.steps, self._silent, self._off = 0, 0, ""
+        self.steps, self._silent, self._off, self._before = 0, 0, "", None
         self._begun.clear()
 
     def stop(self, why: str) -> None:
@@ -440,6 +442,9 @@ class ReplicaCheck:
             failure = f"{type(error).__name__}: {error}"
         try:
             reports = peers.gather([digests, candidates, failure])
+            if self._before is not None and self._before is not peers:
+                self._before.forget()
+            self._before = peers
         except HoldfastError as error:
             peers.broadcast({"silent": str(error)})
             raise
