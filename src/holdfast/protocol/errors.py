@@ -334,11 +334,12 @@ class SaverLostError(SnapshotWriteError, code="HF411"):
 
 
 class NotFiniteError(SnapshotError, code="HF412"):
-    """The loss was not finite in several steps in a row. The next start prefers a state whose values are finite."""
+    """The loss was not finite in several steps in a row, or, with nonfinite="stop", a value in a save to the disk. The
+    next start prefers a state whose values are finite."""
 
 
 class ReplicasDifferError(SnapshotError, code="HF414"):
-    """Ranks have different values of a tensor that should be equal: a snapshot would mix them, so none is made."""
+    """Ranks have different values of a tensor that should be equal. A snapshot would mix them, so none is made."""
 
 
 class CopyError(SnapshotError, code="HF413"):
