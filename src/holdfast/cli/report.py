@@ -42,7 +42,7 @@ class Uses(TypedDict):
     history: HistoryData | None
     """null: no generation was started on these nodes."""
     copies: CopiesData | None
-    """CopiesData of states in memory on other nodes; null: there were none."""
+    """Copies of states in memory on other nodes; null: there were none."""
 
 
 class Explained(TypedDict):

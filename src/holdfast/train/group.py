@@ -213,8 +213,7 @@ def regroup(group: ProcessGroup, generation: int, ranks: Callable[[int], int] = 
 
     `group` gets its new rank and world. Returns the ranks of the new world. All of them call this, and no thread may be
     in an operation of the old world any more. `ranks`: the number of ranks that are used, of those that are there; the
-    others are alone, and get None. Raises RuntimeError and
-    ProcessGroupError, like `process_group`.
+    others are alone, and get None. Raises RuntimeError and ProcessGroupError, like `process_group`.
     """
     assert group.connection is not None
     _destroy(group)
