@@ -21,6 +21,7 @@ from holdfast.cli.resolve import COMPILE_THREADS
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
 from holdfast.run_folder import safe_name
+from holdfast.supervisor.worker_command import backends_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -71,6 +72,7 @@ class PlanData(TypedDict):
     workers_here: str
     threads: str
     compilers: str
+    backends: NotRequired[str]
     preload: str
     standby: str
     stop: str
@@ -160,6 +162,7 @@ def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
         ("compilers", compilers_text(options, environ)),
+        *([("backends", backends)] if (backends := _backends_text(options, environ)) else []),
         ("preload", preload_text(options)),
         ("standby", standby_text(options)),
         ("stop", stop_text(options)),
@@ -263,6 +266,14 @@ def compilers_text(options: RunOptions, environ: Mapping[str, str]) -> str:
     if COMPILE_THREADS in environ:
         return f"{COMPILE_THREADS}={environ[COMPILE_THREADS]}, already set"
     return f"{COMPILE_THREADS} stays unset: torch.compile of one worker may use all CPUs"
+
+
+def _backends_text(options: RunOptions, environ: Mapping[str, str]) -> str:
+    """The backends that the script's torch has; empty: nothing shows that it uses torch, or it runs under another
+    Python."""
+    command = options.command
+    known = "torch" in options.preload.modules and command.python in ("", sys.executable)
+    return backends_text(sys.path, environ) if known else ""
 
 
 def preload_text(options: RunOptions) -> str:
