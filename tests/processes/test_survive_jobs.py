@@ -127,6 +127,26 @@ def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
     assert agent.end(LIMIT_S) == 0, agent.text
 
 
+def test_a_stopped_rank_of_a_sharded_model_keeps_no_other_from_going_on(job_folder: JobFolder) -> None:
+    """Rank 1 is killed. Rank 2 is stopped, so it neither leaves its operation nor ends its part of the others'."""
+    case = json.dumps({"epochs": 60, "memory": 6, "faults": [[1, "forward", 20, "wait"]]})
+    line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "2", SHARDED)
+    agent = job_folder.start(*line, job_folder.folder, case)
+    until((job_folder.folder / "fault.0").exists, lambda: agent.text, LIMIT_S)
+    pids = {each["local_rank"]: each["pid"] for each in agent.events("worker_started")}
+    os.kill(pids[2], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    assert agent.end(LIMIT_S) == 0, agent.text
+    found = ends(job_folder, 4)
+    processes = [{process for process, *_ in each["calls"]} for each in found]
+    assert processes[0] == {pids[0]}, agent.text
+    assert processes[3] == {pids[3]}, agent.text
+    assert [world for _, _, world, *_ in found[0]["calls"]][:2] == [4, 2], agent.text
+    assert [(step, source) for *_, step, source, _ in found[0]["calls"]][1] == (18, "memory")
+    assert len({str(each["parameters"]) for each in found}) == 1
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
 def test_steps_that_are_longer_than_the_limit_of_a_release_cost_no_other_process(job_folder: JobFolder) -> None:
     """Neither when a rank is lost in the middle of one, nor when its replacement joins."""
     line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", "--max-restarts", "1")
