@@ -14,6 +14,7 @@ import sys
 from signal import Signals
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
+from holdfast import compile_caches
 from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
 from holdfast.cli.option_table import LAUNCH_OPTIONS, flag_of
 from holdfast.cli.rendezvous import losses_survived
@@ -71,6 +72,7 @@ class PlanData(TypedDict):
     workers_here: str
     threads: str
     compilers: str
+    caches: str
     preload: str
     standby: str
     stop: str
@@ -160,6 +162,7 @@ def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
         ("compilers", compilers_text(options, environ)),
+        ("caches", caches_text(options, environ)),
         ("preload", preload_text(options)),
         ("standby", standby_text(options)),
         ("stop", stop_text(options)),
@@ -263,6 +266,14 @@ def compilers_text(options: RunOptions, environ: Mapping[str, str]) -> str:
     if COMPILE_THREADS in environ:
         return f"{COMPILE_THREADS}={environ[COMPILE_THREADS]}, already set"
     return f"{COMPILE_THREADS} stays unset: torch.compile of one worker may use all CPUs"
+
+
+def caches_text(options: RunOptions, environ: Mapping[str, str]) -> str:
+    if options.cache_dir is None:
+        return "off: each library keeps compiled kernels in its own place"
+    theirs = [name for name in compile_caches.VARIABLES if name in environ]
+    but = f"; already set: {', '.join(theirs)}" if theirs else ""
+    return f"compiled kernels are kept in {options.cache_dir}, {compile_caches.BYTES_MAX // 2**30} GiB at most{but}"
 
 
 def preload_text(options: RunOptions) -> str:
@@ -371,6 +382,8 @@ def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str],
         error_file=os.path.join(folder, str(local_rank), "error.json") if folder is not None else "",
         parent=environ,
     )
+    if options.cache_dir is not None:
+        variables |= compile_caches.variables(options.cache_dir, environ)
     known: set[str] = set()
     if alone:
         known |= set(BY_RENDEZVOUS) - {"MASTER_ADDR", "MASTER_PORT"}

@@ -48,6 +48,20 @@ class Generation(Struct):
         return self.slowest_s + self.phases_s.get("detect", 0.0)
 
 
+class KeptKernels(Struct):
+    """The folder of one node in which compiled kernels are kept."""
+
+    node: str
+    folder: str
+    had_entries: bool
+    """Something was kept there before this run."""
+    error: str = ""
+    """The reason why it is not used, or why its size is unknown; empty: there is none."""
+    bytes: int | None = None
+    """Its size at the end of the run; None: unknown."""
+    removed_bytes: int = 0
+
+
 class Timeline(Struct):
     """The generations of a run, and why each began."""
 
@@ -62,11 +76,13 @@ class Timeline(Struct):
     """Number of standby workers at the end, on all nodes together."""
     standby_own_bytes: int
     """Private memory of these workers."""
+    kernels: list[KeptKernels] = []
+    """Where compiled kernels are kept, by node."""
 
 
 def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
     """The timeline, from one journal per node. Raises UsageError if they belong to different runs."""
-    result = Timeline("", [], [], "", [], 0, 0)
+    result = Timeline("", [], [], "", [], 0, 0, [])
     found: dict[int, Generation] = {}
     for journal in journals:
         _read(journal, result, found)
@@ -88,6 +104,13 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     result.nodes.append(_host(event))
                 case "preload" if "text" in event:
                     result.preloaded.append(event["text"])
+                case "caches":
+                    node, error = result.nodes[-1], event.get("error", "")
+                    result.kernels.append(KeptKernels(node, event["folder"], event["had_entries"], error))
+                case "caches_bounded":
+                    kept = result.kernels[-1]
+                    kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
+                    kept.removed_bytes = event.get("removed_bytes", 0)
                 case "standby":
                     standby = event
                 case "coordinator.lost":
