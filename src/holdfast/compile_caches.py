@@ -53,7 +53,7 @@ def variables(folder: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {name: os.path.join(folder, kind) for name, kind in VARIABLES.items() if name not in environ}
 
 
-class Found(NamedTuple):
+class CacheSize(NamedTuple):
     """The size of a folder of caches."""
 
     bytes: int
@@ -81,7 +81,7 @@ class CacheFolder:
                 os.close(self._lock)
                 raise
 
-    def bound(self, bytes_max: int, over: Callable[[], bool]) -> Found | None:
+    def bound(self, bytes_max: int, over: Callable[[], bool]) -> CacheSize | None:
         """Remove the entries that were not used for the longest time until the rest is small enough. Stops when `over`
         says so. None: another job uses the folder, so nothing was looked at. Raises OSError."""
         if not self._locked(fcntl.LOCK_EX):
@@ -116,7 +116,7 @@ def size_of(path: str, over: Callable[[], bool]) -> int | None:
     return None if over() else total
 
 
-class _Entry(NamedTuple):
+class _CacheEntry(NamedTuple):
     """The files of one folder, without those of the folders in it. A library writes what belongs together into one
     folder, and reads it together: it is removed together."""
 
@@ -128,7 +128,7 @@ class _Entry(NamedTuple):
     names: tuple[str, ...]
 
 
-def _bound(folder: int, limit: int, over: Callable[[], bool]) -> Found:
+def _bound(folder: int, limit: int, over: Callable[[], bool]) -> CacheSize:
     entries = list(_entries(folder, (), over))
     whole = not over()
     total = sum(entry.bytes for entry in entries)
@@ -138,10 +138,10 @@ def _bound(folder: int, limit: int, over: Callable[[], bool]) -> Found:
             break
         if _remove(folder, entry):
             removed += entry.bytes
-    return Found(total - removed, removed, whole)
+    return CacheSize(total - removed, removed, whole)
 
 
-def _entries(folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Iterator[_Entry]:
+def _entries(folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Iterator[_CacheEntry]:
     """The entries below this open folder."""
     used_s, size, names = 0.0, 0, []
     for name in os.listdir(folder):
@@ -159,10 +159,10 @@ def _entries(folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Ite
         size += found.st_blocks * 512
         names.append(name)
     if names and way:
-        yield _Entry(used_s, size, way, tuple(names))
+        yield _CacheEntry(used_s, size, way, tuple(names))
 
 
-def _entries_in(name: str, folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Iterator[_Entry]:
+def _entries_in(name: str, folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Iterator[_CacheEntry]:
     fd = own_folders.open_folder(name, folder)
     try:
         yield from _entries(fd, (*way, name), over)
@@ -170,7 +170,7 @@ def _entries_in(name: str, folder: int, way: tuple[str, ...], over: Callable[[],
         os.close(fd)
 
 
-def _remove(folder: int, entry: _Entry) -> bool:
+def _remove(folder: int, entry: _CacheEntry) -> bool:
     """Remove the files of this entry, and its folder if nothing else is in it. A link is removed and never followed."""
     fds: list[int] = []
     try:

@@ -490,7 +490,7 @@ def output(command: list[str]) -> str:
 
 
 def caches() -> Facts:
-    """Where compiled kernels are kept: by --cache-dir, or by a variable that the user has set."""
+    """The places in which compiled kernels are kept, by --cache-dir and by variables that the user has set."""
     folder = os.environ.get("HOLDFAST_CACHE_DIR") or compile_caches.default_folder(os.environ)
     facts = {"--cache-dir": folder}
     if folder != compile_caches.OFF:

@@ -77,7 +77,7 @@ class Timeline(Struct):
     standby_own_bytes: int
     """Private memory of these workers."""
     kernels: list[KeptKernels] = []
-    """Where compiled kernels are kept, by node."""
+    """The folders with compiled kernels, by node."""
 
 
 def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
@@ -92,8 +92,9 @@ def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
 
 def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generation]) -> None:
     """Add one node's events to the timeline."""
-    why, silent_s, detect_s = "", 0.0, 0.0
+    why, silent_s, detect_s, host = "", 0.0, 0.0, ""
     standby: Event = {}
+    kept: KeptKernels | None = None
     for event in journal:
         try:
             match event["event"]:
@@ -101,14 +102,12 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     if result.run_id not in ("", event["run_id"]):
                         raise UsageError(f"these are different runs: {result.run_id} and {event['run_id']}")
                     result.run_id = event["run_id"]
-                    result.nodes.append(_host(event))
+                    result.nodes.append(host := _host(event))
                 case "preload" if "text" in event:
                     result.preloaded.append(event["text"])
                 case "caches":
-                    node, error = result.nodes[-1], event.get("error", "")
-                    result.kernels.append(KeptKernels(node, event["folder"], event["had_entries"], error))
-                case "caches_bounded":
-                    kept = result.kernels[-1]
+                    kept = KeptKernels("", event["folder"], event["had_entries"], event.get("error", ""))
+                case "caches_bounded" if kept is not None:
                     kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
                     kept.removed_bytes = event.get("removed_bytes", 0)
                 case "standby":
@@ -147,6 +146,9 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     result.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
         except KeyError:
             continue  # the record lacks a field
+    if kept is not None:
+        kept.node = host
+        result.kernels.append(kept)
     result.standbys += len(standby.get("pids", ()))
     result.standby_own_bytes += standby.get("own_bytes", 0)
 

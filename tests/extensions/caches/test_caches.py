@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.compile_caches import BYTES_MAX, VARIABLES, CacheFolder, Found
+from holdfast.compile_caches import BYTES_MAX, VARIABLES, CacheFolder, CacheSize
 from holdfast.extensions.caches.node import OnNode
 from holdfast.protocol.errors import CacheDirError
 from holdfast.protocol.outcome import Outcome, OutcomeKind
@@ -147,7 +147,7 @@ def test_a_link_in_an_entry_is_removed_and_not_followed(tmp_path: Path) -> None:
     caches = CacheFolder(str(folder))
     found = caches.bound(0, never)
     caches.close()
-    assert isinstance(found, Found)
+    assert isinstance(found, CacheSize)
     assert (outside / "0.so").exists()
     assert sorted(os.listdir(folder / "inductor")) == []
 
@@ -158,4 +158,4 @@ def test_a_look_that_takes_too_long_ends(tmp_path: Path) -> None:
     caches = CacheFolder(str(tmp_path / "caches"))
     found = caches.bound(0, lambda: True)
     caches.close()
-    assert found == Found(0, 0, whole=False)
+    assert found == CacheSize(0, 0, whole=False)

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from holdfast.compile_caches import BYTES_MAX, CacheFolder, Found, variables
+from holdfast.compile_caches import BYTES_MAX, CacheFolder, CacheSize, variables
 from holdfast.detached import run_detached
 from holdfast.protocol.errors import CacheDirError
 from holdfast.protocol.outcome import Outcome
@@ -56,7 +56,7 @@ class OnNode(NodeExtension):
             return
         until_s = time.monotonic() + BOUND_S_MAX
 
-        def bound() -> Found | None:
+        def bound() -> CacheSize | None:
             try:
                 return folder.bound(self._bytes_max, lambda: time.monotonic() >= until_s)
             finally:
