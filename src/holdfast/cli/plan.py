@@ -14,6 +14,7 @@ import sys
 from signal import Signals
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
+from holdfast import compile_caches
 from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
 from holdfast.cli.option_table import LAUNCH_OPTIONS, flag_of
 from holdfast.cli.rendezvous import losses_survived
@@ -73,6 +74,7 @@ class PlanData(TypedDict):
     threads: str
     compilers: str
     backends: NotRequired[str]
+    caches: str
     preload: str
     standby: str
     stop: str
@@ -163,6 +165,7 @@ def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
         ("threads", threads_text(resolution, environ)),
         ("compilers", compilers_text(options, environ)),
         *([("backends", backends)] if (backends := _backends_text(options, environ)) else []),
+        ("caches", caches_text(options, environ)),
         ("preload", preload_text(options)),
         ("standby", standby_text(options)),
         ("stop", stop_text(options)),
@@ -276,6 +279,14 @@ def _backends_text(options: RunOptions, environ: Mapping[str, str]) -> str:
     return backends_text(sys.path, environ) if known else ""
 
 
+def caches_text(options: RunOptions, environ: Mapping[str, str]) -> str:
+    if options.cache_dir is None:
+        return "off: each library keeps compiled kernels in its own place"
+    theirs = [name for name in compile_caches.VARIABLES if name in environ]
+    but = f"; already set: {', '.join(theirs)}" if theirs else ""
+    return f"compiled kernels are kept in {options.cache_dir}, {compile_caches.BYTES_MAX // 2**30} GiB at most{but}"
+
+
 def preload_text(options: RunOptions) -> str:
     preload = options.preload
     later = f"; {', '.join(preload.later)} once they run" if preload.later else ""
@@ -382,6 +393,8 @@ def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str],
         error_file=os.path.join(folder, str(local_rank), "error.json") if folder is not None else "",
         parent=environ,
     )
+    if options.cache_dir is not None:
+        variables |= compile_caches.variables(options.cache_dir, environ)
     known: set[str] = set()
     if alone:
         known |= set(BY_RENDEZVOUS) - {"MASTER_ADDR", "MASTER_PORT"}

@@ -195,6 +195,10 @@ class ConfigFileError(CallerError, code="HF144"):
     """holdfast.toml or [tool.holdfast] in pyproject.toml: not TOML, an unknown key, a wrong type, a readable secret."""
 
 
+class CacheDirError(CallerError, code="HF145"):
+    """--cache-dir names a folder that cannot be made, belongs to another user, or into which others may write."""
+
+
 class RetentionError(CallerError, ValueError, code="HF139"):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 
