@@ -125,8 +125,8 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
     """Choose at most max_nodes candidates and give each a group rank: its index in the result.
 
     A member that stays keeps its place if the world is large enough for it. Then requests (--node-rank) are granted.
-    Then the coordinator's node takes 0 if that is free. The others fill the free places, sorted by their switches (those
-    of the coordinator's node come first), by host name (numbers by value) and by arrival.
+    Then the coordinator's node takes 0 if that is free. The others fill the free places, sorted by their switches (the
+    coordinator's come first), by host name (numbers by value) and by arrival.
     """
     # With static rendezvous --node-rank binds: admission lets in one node for each rank.
     if job.fixed_ranks:
