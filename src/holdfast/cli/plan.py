@@ -1,8 +1,8 @@
 """`--plan`: describes what would run where, without starting anything.
 
 Pure text from a Resolution: the same line and environment give the same plan. Values that the rendezvous decides are
-shown as <assigned>, random ones as <random>. At the end every option is listed with its value and source; passwords are
-masked.
+shown as <assigned>, random ones as <random>. At the end come the options that were given, with values and sources;
+--json has all of them. Passwords are masked.
 """
 
 from __future__ import annotations
@@ -122,6 +122,16 @@ def option_lines(parsed: Parsed) -> Iterator[str]:
         yield f"  {name:{names}}  {value:{values}}  {source}"
 
 
+def given_lines(parsed: Parsed) -> list[str]:
+    """The options that a flag, a variable, a file or a scheduler gave; nothing if there is none."""
+    dests = [dest for dest in parsed.sources if dest not in ACTIONS]
+    given = {dest: source for dest, source in parsed.sources.items() if dest in dests and parsed.given(dest)}
+    if not given:
+        return []
+    rest = f"  the {len(dests) - len(given)} other options have their defaults; --plan --json lists them"
+    return ["", *option_lines(parsed._replace(sources=given)), rest]
+
+
 def shown(value: object) -> str:
     """A value as on the command line; `-` for none."""
     match value:
@@ -204,7 +214,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
     for local_rank, variables in enumerate(own):
         lines += ["", f"local rank {local_rank}", f"  {command_text(options, local_rank)}"]
         lines += [f"  {name}={value}" for name, value in sorted(variables.items())]
-    return "\n".join([*lines, "", *option_lines(parsed)])
+    return "\n".join([*lines, *given_lines(parsed)])
 
 
 def shown_job_id(parsed: Parsed, options: RunOptions) -> str:

@@ -300,6 +300,10 @@ class SnapshotDamagedError(SnapshotError, code="HF401"):
     """A snapshot is damaged: a file is missing, truncated, changed or exchanged. The snapshot is set aside."""
 
 
+class NoSnapshotError(SnapshotError, code="HF415"):
+    """The folder that a program reads from has no valid snapshot, or none of the step that it asked for."""
+
+
 class NoValidSnapshotError(SnapshotError, code="HF402"):
     """The folder has damaged or unfinished snapshots and no valid one: training does not start from scratch unasked."""
 
