@@ -57,6 +57,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "survive-node",
         "survive-random",
         "survive-cost",
+        "survive-sharded",
     ),
     "Nodes that join, leave and fail": ("elastic",),
     "Loss of the coordinator's node": ("succession",),

@@ -195,6 +195,10 @@ class ConfigFileError(CallerError, code="HF144"):
     """holdfast.toml or [tool.holdfast] in pyproject.toml: not TOML, an unknown key, a wrong type, a readable secret."""
 
 
+class CacheDirError(CallerError, code="HF145"):
+    """--cache-dir names a folder that cannot be made, belongs to another user, or into which others may write."""
+
+
 class RetentionError(CallerError, ValueError, code="HF139"):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 
@@ -294,6 +298,10 @@ class SnapshotError(HoldfastError, code="HF400"):
 
 class SnapshotDamagedError(SnapshotError, code="HF401"):
     """A snapshot is damaged: a file is missing, truncated, changed or exchanged. The snapshot is set aside."""
+
+
+class NoSnapshotError(SnapshotError, code="HF415"):
+    """The folder that a program reads from has no valid snapshot, or none of the step that it asked for."""
 
 
 class NoValidSnapshotError(SnapshotError, code="HF402"):

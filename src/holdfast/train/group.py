@@ -225,6 +225,8 @@ def regroup(group: ProcessGroup, generation: int, ranks: Callable[[int], int] = 
     variables = _LauncherVariables.of_environment()
     name = f"holdfast.generation.{generation}"
     used = replace(variables, world=ranks(variables.world))
+    if not 1 <= used.world <= variables.world:
+        raise ProcessGroupError(f"ht.survive(ranks=…): {used.world} of {variables.world} ranks would train")
     if variables.rank >= used.world:
         group.connection.generation_store = dist.PrefixStore(name, _store_of_generation(variables, {}))
         _join(replace(variables, alone=True), group.device, group.connection, name)

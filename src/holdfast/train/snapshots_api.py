@@ -54,7 +54,7 @@ from holdfast.train.snapshots.changes import Keep
 from holdfast.train.snapshots.in_process import open_tier
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
-from holdfast.train.state import Tracker, TrainState
+from holdfast.train.state import RUN_ID_VARIABLE, Tracker, TrainState
 from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
@@ -300,6 +300,7 @@ class Snapshots:
 
         if self._remaker is not None:
             self._remaker.check(self._tracker)
+        given_id = os.environ.get(RUN_ID_VARIABLE, "")
         with self._closed_by_failure():
             peers, tier = self._open()
             assert self._taken is not None
@@ -307,7 +308,13 @@ class Snapshots:
                 *(self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies),
                 folder_id=self._taken.folder_id,
             )
+            began_as = self.state.run_id
             resumed = resumer.run()
+            if peers.rank == 0 and self.state.run_id != began_as and given_id:
+                sys.stderr.write(
+                    f"holdfast: HOLDFAST_RUN_ID is {self.state.run_id} as in the snapshot, not {given_id}: loggers "
+                    "continue the run of that training\n"
+                )
 
         self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
@@ -369,6 +376,8 @@ class Snapshots:
         lease whose owner was lost."""
         self._taken = taken = take_folder(self.path, peers, self._lease, lost)
         self._lease = taken.lease
+        if not self.state.run_id:  # otherwise this is another world of the same training
+            self.state._name(taken.training_id)
         if self._copies is not None:
             self._copies.begin(taken.secret, peers.rank, peers.world)
         if peers.rank == 0 and self._keep is not None and self._pruner is None:
