@@ -78,6 +78,8 @@ class PlanData(TypedDict):
     stop: str
     drain: str
     hang: str
+    health: NotRequired[str]
+    time_outs: str
     logs: str
     watched: NotRequired[str]
     notices: list[str]
@@ -168,6 +170,8 @@ def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
         ("stop", stop_text(options)),
         ("drain", drain_text(options)),
         ("hang", hang_text(options)),
+        *([("health", health)] if (health := health_text(options)) else []),
+        ("time-outs", ", ".join(each.words for each in resolution.time_outs)),
         ("logs", log_text(options, job_id)),
         *([("watched", watched)] if (watched := watched_text(options)) else []),
     ]
@@ -178,7 +182,7 @@ def document(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
     options = resolution.options
     common, own = environments(parsed, options, environ)
     return {
-        **{name.replace(" ", "_"): text for name, text in facts_of(parsed, resolution, environ)},
+        **{name.replace(" ", "_").replace("-", "_"): text for name, text in facts_of(parsed, resolution, environ)},
         "notices": list(options.notices),
         "environment": common,
         "workers": [
@@ -318,6 +322,13 @@ def hang_text(options: RunOptions) -> str:
     then = f"restart if none changes for {limits.hang_timeout_s:g} s" if limits.hang_timeout_s else "no restart"
     steps = f"{limits.hang_steps} steps (at most {limits.hang_report_max_s:g} s)"
     return f"no step for {limits.hang_report_s:g} s and {steps}: all stacks are sampled; {then}"
+
+
+def health_text(options: RunOptions) -> str:
+    """The check of this node before each generation; empty: there is none."""
+    if not options.health_command:
+        return ""
+    return f"before each generation: {options.health_command}; a node on which it fails is parked"
 
 
 def log_text(options: RunOptions, job_id: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast import compile_caches
 from holdfast.cli import rendezvous
-from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
+from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes, has_gpus
 from holdfast.cli.grammar import ABOUT_US
 from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
 from holdfast.cli.program import preload, worker_command
@@ -28,10 +28,12 @@ from holdfast.protocol.errors import (
     LogOptionsError,
     MissingPackageError,
     ProcessesError,
+    TimeOutsError,
     UsageError,
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.protocol.policy import Limits
+from holdfast.protocol.time_outs import TimeOut, inversions, ladder, sentence
 from holdfast.rendezvous.conf import PORT_MAX
 from holdfast.text import is_loopback, plural
 
@@ -62,6 +64,7 @@ class Resolution(NamedTuple):
     options: RunOptions
     devices: Count
     cpus: int
+    time_outs: tuple[TimeOut, ...]
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Resolution:
@@ -77,6 +80,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     rdzv = rendezvous.resolve(parsed, environ, patience=patience, notices=notices)
     check_packages(parsed, rdzv.job.backend)
     devices = node_size(parsed, environ, probes)
+    time_outs = check_time_outs(rdzv, environ, notices, gpus=devices.kind == "gpu" or has_gpus(probes))
     cpus = count_cpus(probes).number
     report_crowd(parsed, devices.number, cpus, notices)
     check_virtual_local_rank(parsed, environ, devices.number)
@@ -111,11 +115,12 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         notify=targets(parsed),
         metrics=metrics,
         health=health,
+        health_command=health_command(parsed),
         health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),
     )
-    return Resolution(options, devices, cpus)
+    return Resolution(options, devices, cpus, time_outs)
 
 
 def may_restart(job: JobSpec) -> bool:
@@ -191,6 +196,18 @@ def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_
         raise parsed.error("nproc_per_node", ProcessesError, str(error)) from None
 
 
+def check_time_outs(
+    rdzv: rendezvous.RendezvousOptions, environ: Mapping[str, str], notices: list[str], *, gpus: bool
+) -> tuple[TimeOut, ...]:
+    """The time-outs of the job. Raises TimeOutsError if their order makes a promise false; other orders are named."""
+    found = ladder(rdzv.limits, environ, gpus=gpus, nodes=rdzv.job.max_nodes)
+    for each in inversions(found):
+        if each.refused:
+            raise TimeOutsError(sentence(each))
+        notices.append(sentence(each))
+    return found
+
+
 def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
     """Time from SIGTERM to SIGKILL: --shutdown-timeout, else torchrun's own variable, else 30 s."""
     seconds = parsed.values.shutdown_timeout
@@ -226,6 +243,22 @@ def targets(parsed: Parsed) -> tuple[str, ...]:
         if not each.startswith(("http://", "https://")) and which(words[0]) is None:
             raise parsed.error("notify", UsageError, f"{words[0]!r} is neither a URL nor a program on this node")
     return found
+
+
+def health_command(parsed: Parsed) -> str:
+    """The command of --health-command; empty: there is none."""
+    command: str = parsed.values.health_command.strip()
+    if not command:
+        return ""
+    from shutil import which  # it loads the compression modules
+
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise parsed.error("health_command", UsageError, str(error)) from None
+    if not words or which(words[0]) is None:
+        raise parsed.error("health_command", UsageError, "there is no such program on this node")
+    return command
 
 
 def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str]) -> tuple[Endpoint | None, bool]:

@@ -186,6 +186,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Address at which the node of the coordinator serves the dashboard; None: it does not."""
     notify: tuple[str, ...] = ()
     """URLs and commands that get a notice at each turn of the job (--notify)."""
+    health_command: str = ""
+    """A command that is run on this node before each generation (--health-command); empty: there is none."""
     health_if_free: bool = False
     """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1
