@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from holdfast.protocol.policy import Limits
-from holdfast.protocol.time_outs import Inversion, Wait, inversions, ladder
+from holdfast.protocol.time_outs import Inversion, Rung, inversions, ladder
 
 HANG, WATCHDOG = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
@@ -26,33 +26,33 @@ def test_the_defaults_are_in_order(nodes: int, *, gpus: bool) -> None:
 
 def test_the_ladder_has_its_order() -> None:
     rungs = ladder(Limits(), {}, gpus=True, nodes=2)
-    assert [each.wait for each in rungs] == [Wait.FENCE, Wait.LEASE, Wait.HANG, Wait.GROUP, Wait.WATCHDOG]
+    assert [each.wait for each in rungs] == [Rung.FENCE, Rung.LEASE, Rung.HANG, Rung.GROUP, Rung.WATCHDOG]
     assert [each.after_s for each in rungs] == [4.0, 6.0, 312.0, 600.0, 480.0]
 
 
 def test_one_node_has_no_lease_and_the_cpu_no_watchdog() -> None:
-    assert [each.wait for each in ladder(Limits(), {}, gpus=False, nodes=1)] == [Wait.HANG, Wait.GROUP]
+    assert [each.wait for each in ladder(Limits(), {}, gpus=False, nodes=1)] == [Rung.HANG, Rung.GROUP]
 
 
 def test_a_hang_that_is_ended_before_the_lease_is_over_is_refused() -> None:
     limits = Limits(lease_s=312.0, fence_s=208.0)
     (only,) = found(limits)
     assert only.refused
-    assert (only.first.wait, only.then.wait) == (Wait.LEASE, Wait.HANG)
+    assert (only.first.wait, only.then.wait) == (Rung.LEASE, Rung.HANG)
     assert found(limits, nodes=1) == []
 
 
 @pytest.mark.parametrize(
     ("limits", "environ", "gpus", "first", "then"),
     [
-        (Limits(hang_timeout_s=600.0), {}, True, Wait.HANG, Wait.GROUP),
-        (Limits(hang_timeout_s=1800.0), {}, False, Wait.HANG, Wait.GROUP),
-        (Limits(), {WATCHDOG: "120"}, True, Wait.HANG, Wait.WATCHDOG),
-        (Limits(lease_s=700.0, fence_s=400.0, hang_timeout_s=0.0), {}, True, Wait.LEASE, Wait.GROUP),
+        (Limits(hang_timeout_s=600.0), {}, True, Rung.HANG, Rung.GROUP),
+        (Limits(hang_timeout_s=1800.0), {}, False, Rung.HANG, Rung.GROUP),
+        (Limits(), {WATCHDOG: "120"}, True, Rung.HANG, Rung.WATCHDOG),
+        (Limits(lease_s=700.0, fence_s=400.0, hang_timeout_s=0.0), {}, True, Rung.LEASE, Rung.GROUP),
     ],
 )
 def test_what_depends_on_the_script_is_named(
-    limits: Limits, environ: dict[str, str], first: Wait, then: Wait, *, gpus: bool
+    limits: Limits, environ: dict[str, str], first: Rung, then: Rung, *, gpus: bool
 ) -> None:
     named = found(limits, environ, gpus=gpus)
     assert (first, then) in [(each.first.wait, each.then.wait) for each in named]
@@ -67,12 +67,12 @@ def test_a_watchdog_that_is_off_or_late_is_not_named(environ: dict[str, str]) ->
 def test_a_group_whose_errors_are_not_handled_never_ends() -> None:
     off = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     by = {each.wait: each.after_s for each in ladder(Limits(), off, gpus=True, nodes=1)}
-    assert by[Wait.GROUP] == inf
+    assert by[Rung.GROUP] == inf
     by = {
         each.wait: each.after_s
         for each in ladder(Limits(), off | {"TORCH_NCCL_BLOCKING_WAIT": "1"}, gpus=True, nodes=1)
     }
-    assert by[Wait.GROUP] == 600.0
+    assert by[Rung.GROUP] == 600.0
 
 
 def test_hangs_that_are_never_ended_are_in_order_with_all_others() -> None:

@@ -30,7 +30,7 @@ NO = frozenset({"0", "n", "no", "f", "false", "N", "NO", "F", "FALSE"})
 """Values that torch reads as false."""
 
 
-class Wait(Enum):
+class Rung(Enum):
     """A wait that has a time-out, by what it waits for."""
 
     FENCE = "fence"
@@ -43,7 +43,7 @@ class Wait(Enum):
 class TimeOut(Struct, frozen=True):
     """One of the ladder."""
 
-    wait: Wait
+    wait: Rung
     after_s: float
     """The time after which it ends something (s); inf: never."""
     source: str
@@ -73,37 +73,37 @@ def ladder(limits: Limits, environ: Mapping[str, str], *, gpus: bool, nodes: int
     hang_s = limits.hang_report_s + limits.hang_timeout_s if limits.hang_timeout_s else inf
     found = []
     if nodes > 1:
-        found += [TimeOut(Wait.FENCE, limits.fence_s, "--rdzv-conf lease"), _lease(limits)]
-    found += [TimeOut(Wait.HANG, hang_s, "--hang-timeout"), _group(environ, gpus=gpus)]
+        found += [TimeOut(Rung.FENCE, limits.fence_s, "--rdzv-conf lease"), _lease(limits)]
+    found += [TimeOut(Rung.HANG, hang_s, "--hang-timeout"), _group(environ, gpus=gpus)]
     return (*found, _watchdog(environ)) if gpus else tuple(found)
 
 
 def _lease(limits: Limits) -> TimeOut:
-    return TimeOut(Wait.LEASE, limits.lease_s, "--rdzv-conf lease")
+    return TimeOut(Rung.LEASE, limits.lease_s, "--rdzv-conf lease")
 
 
 def _group(environ: Mapping[str, str], *, gpus: bool) -> TimeOut:
     if not gpus:
-        return TimeOut(Wait.GROUP, GLOO_GROUP_S, "torch's default; the script may set another")
+        return TimeOut(Rung.GROUP, GLOO_GROUP_S, "torch's default; the script may set another")
     handling = environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if handling == "0" and environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") in NO:
-        return TimeOut(Wait.GROUP, inf, "TORCH_NCCL_ASYNC_ERROR_HANDLING=0")
-    return TimeOut(Wait.GROUP, NCCL_GROUP_S, "torch's default for NCCL; the script may set another")
+        return TimeOut(Rung.GROUP, inf, "TORCH_NCCL_ASYNC_ERROR_HANDLING=0")
+    return TimeOut(Rung.GROUP, NCCL_GROUP_S, "torch's default for NCCL; the script may set another")
 
 
 def _watchdog(environ: Mapping[str, str]) -> TimeOut:
     name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
     if environ.get("TORCH_NCCL_ENABLE_MONITORING", "1") in NO:
-        return TimeOut(Wait.WATCHDOG, inf, "TORCH_NCCL_ENABLE_MONITORING")
+        return TimeOut(Rung.WATCHDOG, inf, "TORCH_NCCL_ENABLE_MONITORING")
     text = environ.get(name, "").strip()
     # torch itself ends a process with another text, when it makes the group.
-    return TimeOut(Wait.WATCHDOG, float(text) if text.isdecimal() else WATCHDOG_S, name)
+    return TimeOut(Rung.WATCHDOG, float(text) if text.isdecimal() else WATCHDOG_S, name)
 
 
 def inversions(rungs: tuple[TimeOut, ...]) -> Iterator[Inversion]:
     """The pairs in the wrong order."""
     by = {each.wait: each for each in rungs}
-    hang, group, lease = by[Wait.HANG], by[Wait.GROUP], by.get(Wait.LEASE)
+    hang, group, lease = by[Rung.HANG], by[Rung.GROUP], by.get(Rung.LEASE)
     if lease is not None and hang.after_s <= lease.after_s:
         text = "a lost node would be taken for a hang, and its restart charged; give a longer --hang-timeout"
         yield Inversion(lease, hang, text, refused=True)
@@ -112,7 +112,7 @@ def inversions(rungs: tuple[TimeOut, ...]) -> Iterator[Inversion]:
         text = "ranks may end with an error of the process group before their lost peer is known; give a shorter lease"
         yield Inversion(lease, group, text, refused=False)
     if isfinite(hang.after_s):
-        for later in (group, by.get(Wait.WATCHDOG)):
+        for later in (group, by.get(Rung.WATCHDOG)):
             if later is not None and later.after_s <= hang.after_s:
                 text = "torch may end the ranks before the hang is ended and explained; give a shorter --hang-timeout"
                 yield Inversion(hang, later, text, refused=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.extensions.health.messages import Fit, Unfit
+from holdfast.extensions.health.messages import Recovered, Unfit
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, preparing, stopping
@@ -55,7 +55,7 @@ def test_without_a_spare_the_job_waits_and_goes_on_when_the_node_is_fit() -> Non
     fails(harness, 2)
     assert harness.machine.phase.value == "gathering"
     harness.wait(LIMITS.join_s / 2)
-    harness.extend(2, "health", Fit())
+    harness.extend(2, "health", Recovered())
     assert order(harness) == {1, 2}
     assert harness.machine.phase.value == "preparing"
     assert not any("is parked" in notice for notice in harness.machine.view(harness.now).notices)

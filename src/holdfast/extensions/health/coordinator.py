@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.extensions.health.messages import Fit, Unfit
+from holdfast.extensions.health.messages import Recovered, Unfit
 from holdfast.protocol.extension import (
     CoordinatorExtension,
     Figures,
@@ -17,15 +17,15 @@ from holdfast.protocol.policy import Note
 
 
 class AtCoordinator(CoordinatorExtension):
-    messages = Unfit | Fit
+    messages = Unfit | Recovered
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._parked: dict[str, str] = {}
-        """By member: the host and the reason, in words."""
+        """The host and the reason, in words, by member."""
 
-    def heard(self, now: float, member: str, message: Unfit | Fit) -> Orders:  # noqa: ARG002
-        if isinstance(message, Fit):
+    def heard(self, now: float, member: str, message: Unfit | Recovered) -> Orders:  # noqa: ARG002
+        if isinstance(message, Recovered):
             self._parked.pop(member, None)
             return [Note("unparked", {"member": member}), Unpark(member)]
         host = next((each.host for each in self.job.members() if each.name == member), member)

@@ -18,5 +18,5 @@ class Unfit(Struct, frozen=True, tag="unfit"):
     reason: Annotated[str, Meta(max_length=REASON_CHARACTERS_MAX)]
 
 
-class Fit(Struct, frozen=True, tag="fit"):
+class Recovered(Struct, frozen=True, tag="recovered"):
     """A node that was unfit has passed the check."""

@@ -13,7 +13,7 @@ import shlex
 import signal
 import time
 
-from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Fit, Unfit
+from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Recovered, Unfit
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime.node_extension import Node, NodeExtension, Send
@@ -76,7 +76,7 @@ class OnNode(NodeExtension):
 
     def _fit(self) -> None:
         self._parked = False
-        self.send(Fit())
+        self.send(Recovered())
 
     async def _check(self, generation: int) -> str:
         """The reason why this node is unfit; empty: it is fit."""
