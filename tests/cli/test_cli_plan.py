@@ -219,3 +219,18 @@ def test_a_script_whose_name_is_not_utf_8(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / name).touch()
     assert main(["run", "--plan", name]) == 0
     assert "caf\ufffd.py" in capsys.readouterr().out
+
+
+def test_the_plan_ends_with_the_options_that_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*options: str) -> list[str]:
+        assert main(["run", "--plan", *options, "train.py"]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    end = planned("--grow", "now", "--nproc-per-node", "2")[-4:]
+    assert end[0] == "options, their values and sources"
+    assert [line.split() for line in end[1:3]] == [
+        ["--nproc-per-node", "2", "command", "line"],
+        ["--grow", "now", "command", "line"],
+    ]
+    assert end[3].endswith("other options have their defaults; --plan --json lists them")
+    assert "default" not in "".join(line for line in planned() if line.startswith("  --"))

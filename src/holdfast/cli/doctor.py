@@ -346,6 +346,10 @@ def software() -> Facts:
             facts[name] = package.version
     for name, setting in torch_build().items():
         facts["torch commit" if name == "git_version" else f"torch built with {name}"] = setting
+    from holdfast.supervisor.worker_command import backends_text  # the doctor does not need it
+
+    if backends := backends_text(sys.path, os.environ):
+        facts["torch backends"] = backends
     return facts
 
 

@@ -96,6 +96,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         command=command,
         logs=logs,
         role=given.role,
+        switches=parsed.switches,
         local_addr=given.local_addr,
         signals=signals,
         signals_text=given.signals_to_handle,

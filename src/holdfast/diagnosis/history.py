@@ -131,14 +131,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                         generation.phases_s["detect"] = max(generation.phases_s.get("detect", 0.0), detect_s)
                     why, detect_s = "", 0.0
                 case "phases":
-                    generation = _generation(found, event["generation"])
-                    generation.restart_count = event["restart_count"]
-                    own_s = sum(event.get(f"{phase}_s") or 0.0 for phase in PHASES if phase != "detect")
-                    generation.slowest_s = max(generation.slowest_s, own_s)
-                    for phase in PHASES:
-                        seconds = event.get(f"{phase}_s")
-                        if seconds is not None:
-                            generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
+                    _add_phases(_generation(found, event["generation"]), event)
                 case "ended":
                     result.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
         except KeyError:
@@ -158,6 +151,17 @@ def _kept(event: Event, kept: KeptKernels | None) -> KeptKernels | None:
         kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
         kept.removed_bytes = event.get("removed_bytes", 0)
     return kept
+
+
+def _add_phases(generation: Generation, event: Event) -> None:
+    """Add what one node reports of a start: each phase lasts as long as on the slowest node."""
+    generation.restart_count = event["restart_count"]
+    own_s = sum(event.get(f"{phase}_s") or 0.0 for phase in PHASES if phase != "detect")
+    generation.slowest_s = max(generation.slowest_s, own_s)
+    for phase in PHASES:
+        seconds = event.get(f"{phase}_s")
+        if seconds is not None:
+            generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
 
 
 def _generation(found: dict[int, Generation], number: int) -> Generation:

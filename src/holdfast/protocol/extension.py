@@ -271,7 +271,7 @@ Orders = Iterable[Order]
 
 
 class RankPlace(Struct, frozen=True):
-    """Where a rank is, in a job in which no rank makes progress."""
+    """The place of a rank in a job in which no rank makes progress."""
 
     standing: Standing
     words: str

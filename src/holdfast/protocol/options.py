@@ -159,6 +159,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """The coordinator is found by an installed package's backend; `endpoint` is not used then."""
     role: str = "default"
     node_rank: int | None = None
+    switches: tuple[str, ...] = ()
+    """NodeSpec.switches."""
     local_addr: str | None = None
     signals: tuple[int, ...] = ()
     """Signals that end this node's part (--signals-to-handle), as numbers."""

@@ -202,7 +202,8 @@ class AtCoordinator(CoordinatorExtension):
         for place in hang.groups:
             for rank in place.ranks:
                 places[rank] = RankPlace(Standing.HUNG if rank in hang.culprits else place.standing, place.words)
-        return Figures(notices=(hang.text,), places=places, stands_still=True)
+        notices = tuple(text for text in (hang.text, hang.collectives) if text)
+        return Figures(notices=notices, places=places, stands_still=True)
 
     # ---------------------------------------------------------------- samples
 
@@ -264,6 +265,7 @@ class AtCoordinator(CoordinatorExtension):
             kind=finding.kind.value,
             code=finding.code,
             text=finding.text,
+            collectives=finding.collectives,
             culprits=list(finding.culprits),
             groups=[{"ranks": list(place.ranks), "place": place.words} for place in finding.groups],
             files=report.files,
