@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import JobFolder, c10d, coordinators_first
+from tests.processes.conftest import JobFolder, SmallDisk, c10d, coordinators_first
 
 FAST = "settle=0.1,join_timeout=4"
 
@@ -75,3 +75,33 @@ def test_a_node_that_recovers_takes_part(job_folder: JobFolder) -> None:
     agent = job_folder.ends(0, *line, program=job_folder.changed(change))
     assert len(job_folder.trail("ran")) == 1
     assert len(agent.events("coordinator.parked")) == len(agent.events("coordinator.unparked")) == 1
+
+
+def test_a_node_without_faults_passes_its_preflight_once(job_folder: JobFolder) -> None:
+    script = job_folder.script("note('ran')\nif ROUND == 0: sys.exit(1)")
+    agent = job_folder.ends(0, "--standalone", "--max-restarts", "1", "--preflight", "quick", script)
+    (preflight,) = agent.events("preflight")
+    assert preflight["fit"] is True
+    assert len(job_folder.trail("ran")) == 2
+
+
+def refused(job_folder: JobFolder, level: str, env: dict[str, str]) -> str:
+    """Run a job whose node does not pass. Returns what is on the screen."""
+    line = ("--standalone", "--rdzv-conf", FAST, "--preflight", level)
+    agent = job_folder.ends(1, *line, job_folder.script("note('ran')"), env=env)
+    assert "HF310" in agent.text
+    assert job_folder.trail("ran") == []
+    return agent.text
+
+
+def test_a_node_whose_temporary_folder_is_full_starts_nothing(job_folder: JobFolder, disk: SmallDisk) -> None:
+    disk.fill_and_take_inodes()
+    text = refused(job_folder, "quick", {"TMPDIR": str(disk.path)})
+    assert f"--preflight HF519 folder: {disk.path} cannot be written" in text
+
+
+def test_a_full_preflight_imports_torch(job_folder: JobFolder) -> None:
+    (job_folder.folder / "torch").mkdir()
+    (job_folder.folder / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: not found')")
+    text = refused(job_folder, "full", {"PYTHONPATH": str(job_folder.folder)})
+    assert "libcudart.so: not found" in text

@@ -202,6 +202,14 @@ OPTIONS: tuple[Option, ...] = (
             "run this before each generation; a node on which it fails is parked, and a spare is taken",
             "COMMAND",
         ),
+        own(
+            "--preflight",
+            TEXT,
+            "off",
+            "check this node before its first generation (off, quick or full); one that cannot train is parked",
+            "HOW",
+            choices=("off", "quick", "full"),
+        ),
         Option("--event-log-handler", TEXT, "null", "where events go: null or console", "NAME"),
         own("--dashboard", TEXT, None, "serve a web page of the job there (loopback by default)", "[HOST:]PORT"),
         own(

@@ -346,10 +346,10 @@ def hang_text(options: RunOptions) -> str:
 
 
 def health_text(options: RunOptions) -> str:
-    """The check of this node before each generation; empty: there is none."""
-    if not options.health_command:
-        return ""
-    return f"before each generation: {options.health_command}; a node on which it fails is parked"
+    """The checks of this node before a generation; empty: there are none."""
+    parts = [f"{options.preflight} preflight before the first generation"] if options.preflight != "off" else []
+    parts += [f"before each generation: {options.health_command}"] if options.health_command else []
+    return "; ".join([*parts, "a node that fails is parked"]) if parts else ""
 
 
 def log_text(options: RunOptions, job_id: str) -> str:

@@ -117,6 +117,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         metrics=metrics,
         health=health,
         health_command=health_command(parsed),
+        preflight=given.preflight,
         health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),

@@ -190,6 +190,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """URLs and commands that get a notice at each turn of the job (--notify)."""
     health_command: str = ""
     """A command that is run on this node before each generation (--health-command); empty: there is none."""
+    preflight: str = "off"
+    """The checks of this node before its first generation (--preflight): `off`, `quick` or `full`."""
     health_if_free: bool = False
     """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1

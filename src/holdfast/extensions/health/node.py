@@ -1,7 +1,8 @@
-"""Runs the command of --health-command on this node: before each generation, and while the node is parked.
+"""Checks this node: by --preflight before its first generation, by --health-command before each, and by both again
+while the node is parked.
 
-The command is healthy if it ends with 0 within its time. It decides for this node alone: what becomes of the job is the
-coordinator's.
+A node is fit if the command ends with 0 within its time, and no finding of the preflight says that it cannot train.
+What becomes of the job is the coordinator's.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class OnNode(NodeExtension):
         self._limit_s = limit_s
         self._again_first_s = again_first_s
         self._checking: set[asyncio.Task[str]] = set()
+        self._preflight_due = node.options.preflight != "off"
+        """It has not passed here yet."""
         self._parked = False
         self._rounds = 0
         """Number of times that this node was parked: a loop of an earlier time ends."""
@@ -80,6 +83,28 @@ class OnNode(NodeExtension):
 
     async def _check(self, generation: int) -> str:
         """The reason why this node is unfit; empty: it is fit."""
+        checks = [self._preflight(generation)] if self._preflight_due else []
+        checks += [self._command(generation)] if self.node.options.health_command else []
+        reasons = await asyncio.gather(*checks)
+        return "; ".join(reason for reason in reasons if reason)[:REASON_CHARACTERS_MAX]
+
+    async def _preflight(self, generation: int) -> str:
+        from holdfast.extensions.health import preflight  # the doctor's checks are not needed without it
+
+        began_s = time.monotonic()
+        found = await preflight.problems(self.node.options, self.node.host)
+        stops = [finding for finding in found if preflight.unfit(finding)]
+        self._preflight_due = bool(stops)
+        self.node.write(
+            "preflight",
+            generation=generation,
+            seconds=round(time.monotonic() - began_s, 3),
+            findings=[f"{finding.code} {finding.what}: {finding.why}" for finding in found],
+            fit=not stops,
+        )
+        return "; ".join(f"--preflight {finding.code} {finding.what}: {finding.why}" for finding in stops)
+
+    async def _command(self, generation: int) -> str:
         command = self.node.options.health_command
         began_s = time.monotonic()
         try:
