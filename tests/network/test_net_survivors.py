@@ -74,8 +74,11 @@ with ht.process_group() as pg, ht.Snapshots(SITE + "/runs", every="1h", memory_e
         resumed = snaps.resume()
         about = {"host": socket.gethostname(), "pid": os.getpid(), "world": pg.world}
         about |= {"source": resumed.source if resumed else "", "began": state.step}
-        done = torch.zeros(1)
+        done, hold = torch.zeros(1), SITE + "/hold-" + socket.gethostname()
         while not done.item():
+            while os.path.exists(hold):
+                open(SITE + "/held", "w").close()
+                time.sleep(0.01)
             model(torch.ones(4, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -219,12 +222,21 @@ class ShardedJob(Job):
         return self.job_agents.start(number, "--nproc-per-node", str(self.ranks), env=self.env)
 
     def loses(self, number: int) -> list[Done]:
-        """The steps of the others after this host has lost its power; each is in the process that it was in."""
+        """The steps of the others after this host has lost its power; each is in the process that it was in. They wait
+        for its gradients then: in the middle of an optimizer's step, a rank would have no state of the step before."""
+        site = self.job_agents.folder
+        (site / f"hold-node{number}").touch()
+        self.until(lambda: (site / "held").exists() and self.are_level())
         self.job_agents.hosts[number].kill()
         left = self.world - self.ranks
         before = {(each.host, each.pid) for each in self.of(self.world) if each.host != f"node{number}"}
         self.until(lambda: {(each.host, each.pid) for each in self.of(left)} == before)
         return self.of(left)
+
+    def are_level(self) -> bool:
+        """Whether all ranks have done the newest step."""
+        newest = max(each.step for each in self.of(self.world))
+        return sum(each.step == newest for each in self.of(self.world)) == self.world
 
     def has_lost_no_step(self, since: list[Done], world: int) -> None:
         """A step in which the ranks leave their function is complete, and has no line."""
@@ -233,9 +245,10 @@ class ShardedJob(Job):
         assert len({each.began for each in since}) == 1
 
 
-def test_hsdp_loses_no_step_with_a_node_and_none_when_another_comes(job_agents) -> None:
-    """Each node has a whole replica. The newcomer has nothing in memory, and nothing is on the disk before it comes."""
-    job = ShardedJob(job_agents, [1, 2], 2, SHARDS="2", COPIES="1")
+@pytest.mark.parametrize(("copies", "source"), [("1", "memory"), ("0", "disk")], ids=["copies", "no copies"])
+def test_hsdp_loses_no_step_with_a_node_and_none_when_another_comes(job_agents, copies: str, source: str) -> None:
+    """Each node has a whole replica. The newcomer has nothing in memory: without copies the others save for it."""
+    job = ShardedJob(job_agents, [1, 2], 2, SHARDS="2", COPIES=copies)
     alone = job.loses(2)
     assert {each.source for each in alone} == {"memory"}
     job.has_lost_no_step(alone, 4)
@@ -243,8 +256,18 @@ def test_hsdp_loses_no_step_with_a_node_and_none_when_another_comes(job_agents) 
     job.until(lambda: len({(each.host, each.pid) for each in job.of(4, alone[0].now)}) == 4)
     again = job.of(4, alone[0].now)
     assert {each.host for each in again} == {"node1", "node3"}
+    assert {each.source for each in again} == {source}
     job.has_lost_no_step(again, 2)
     job.job_agents.finish_all([job.agents[0], newcomer])
+
+
+def test_steps_that_nobody_has_any_more_are_told(job_agents) -> None:
+    """The lost node's shards were in its memory alone, and nothing was saved to the disk."""
+    job = ShardedJob(job_agents, [1, 2], 1, SHARDS="0", COPIES="0")
+    alone = job.loses(2)
+    assert {(each.source, each.began) for each in alone} == {("", 0)}
+    job.job_agents.finish_all(job.agents[:1])
+    assert "steps are lost: no state of them was complete in memory, and none was on the disk" in job.agents[0].text
 
 
 def test_the_shard_of_a_lost_node_comes_from_another_one_s_memory(job_agents) -> None:
