@@ -1106,6 +1106,7 @@ class Coordinator:
         # It joins beside running workers, and starts its own (scenario `survive_node_lost`).
         elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
             self._regrouping.arrived(self._world(), member)
+            self._membership.set_busy(member, generation)
             self._start_member(now, member, self._world())
 
     def _advance_preparing(self, now: float) -> None:
@@ -1136,6 +1137,7 @@ class Coordinator:
         world.started_s = now
         world.master = self._fixed_master or (master_address(members), world.store_port)
         self._gather_until_s = None
+        # Before the extensions are called: they see the nodes that are busy.
         for member in members:
             self._membership.set_busy(member, world.generation)
         if not regrouped:
@@ -1155,7 +1157,7 @@ class Coordinator:
                 self._drain_for(now, leaving)
 
     def _start_member(self, now: float, member: Member, world: World) -> None:
-        self._membership.set_busy(member, world.generation)
+        """Order the start of this member's workers. It is busy already."""
         member.first_started_s = member.first_started_s or now
         interval_s = self.limits.progress_interval_of(len(world.order))
         before, age_s = self._endings.before, self._authority.age_s(now)

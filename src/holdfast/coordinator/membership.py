@@ -312,7 +312,8 @@ class HostBackoff:
         self.changes += 1
         if record.blames < self.exclude_after:
             return 0.0
-        # Counted anew after the exclusion, which is longer each time (scenario excluded).
+        # The count starts again after each exclusion, and each exclusion is longer than the one before (scenario
+        # excluded).
         record.blames = 0
         pause_s = min(self.limits.exclude_first_s * 2.0**record.exclusions, self.limits.exclude_max_s)
         record.exclusions += 1

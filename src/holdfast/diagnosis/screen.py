@@ -130,6 +130,7 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
         lived = f", after {culprit.lived_s:.1f} s" if culprit.started else ""
         row("first", f"{_who(culprit)}, {_status(culprit)}{lived}, generation {verdict.generation}")
 
+    row("collectives", verdict.collectives)
     alike, victims = _alike_and_victims(verdict)
     row("the same", _ranks(alike))
     groups = _by_message(victims)

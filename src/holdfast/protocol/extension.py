@@ -256,7 +256,7 @@ Orders = Iterable[Order]
 
 
 class RankPlace(Struct, frozen=True):
-    """The place of a rank, in a job that stands still."""
+    """The place of a rank in a job in which no rank makes progress."""
 
     standing: Standing
     words: str

@@ -273,6 +273,7 @@ class AgentService:
             nproc=options.nproc,
             role=options.role,
             node_rank=options.node_rank,
+            switches=options.switches,
             local_addr=options.local_addr,
             versions=node_versions(options.command),
         )
@@ -341,7 +342,6 @@ class AgentService:
 
     def _as_seen(self) -> Node:
         """This node, as its extensions see it."""
-
         return Node(
             self._machine,
             self._options,

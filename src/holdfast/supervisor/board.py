@@ -65,6 +65,12 @@ class Board:
         disk can stall a worker that writes its stacks."""
         return self._stacks[local_rank]
 
+    def recorder(self, local_rank: int) -> tuple[int, int]:
+        """The worker's own descriptor of the pipe for questions about its collectives, and the pipe's inode; 0: it
+        answers none."""
+        at = layout.slot(local_rank)
+        return self._words[at + layout.RECORDER], self._words[at + layout.RECORDER_PIPE]
+
     def address(self, local_rank: int) -> str:
         """The board's address for a worker's environment. The path is valid while this agent has the board open."""
         return f"/proc/{os.getpid()}/fd/{self._fd}@{layout.slot(local_rank)}"

@@ -250,12 +250,8 @@ class Remaker:
 
     def withdraw(self, why: str) -> None:
         """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""
-        if self._calls.withdrawn:
-            return
-        self._snaps._not_survived = why
-        self._calls.say_withdrawn(why)
-        self._leave()
-        drain.before_stop(None)
+        if self._calls.withdraw(why, self._leave):
+            self._snaps._not_survived = why
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
         if self._optimizers is not None and self._optimizers.note(optimizer) and self._replicas is not None:

@@ -359,6 +359,8 @@ class HangDetector:
             if rank in by_rank and by_rank[rank].samples and by_rank[rank].samples[-1].file
         }
         lines = finding.text.splitlines()[:2]
+        if finding.collectives:
+            lines.append(finding.collectives)
         if files:
             rank, file = next(iter(files.items()))
             lines.append(f"stacks of rank {rank}, on {by_rank[rank].host}: {file}")
