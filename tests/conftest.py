@@ -24,12 +24,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.assertion import rewrite
 
 from tests.support import ports
 from tests.support.limits import limit_s, slowness
+
+if TYPE_CHECKING:
+    from tests.warm import Warm
 
 LEAK_GRACE_S = 1.0
 """The product promises that nothing is alive one second after its end, on a quiet machine."""
@@ -394,6 +398,14 @@ def warm() -> Iterator[object]:
     made = Warm()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def meshes_made_again(warm: Warm) -> None:
+    """For tests of sharded models in `ht.survive`: skips them where torch lacks what that needs."""
+    done = warm.run([Path(__file__).parent / "train" / "scripts" / "meshes_missing.py"])
+    if why := done.stdout.strip() or done.stderr:
+        pytest.skip(why)
 
 
 @pytest.fixture(scope="session")
