@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import json
 import os
 import resource
 import signal
@@ -401,11 +402,26 @@ def warm() -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
-def meshes_made_again(warm: Warm) -> None:
+def torch_lacks(warm: Warm) -> dict[str, str]:
+    """The reasons for which this torch is too old for some tests."""
+    done = warm.run([Path(__file__).parent / "train" / "scripts" / "torch_lacks.py"])
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def meshes_made_again(torch_lacks: dict[str, str]) -> None:
     """For tests of sharded models in `ht.survive`: skips them where torch lacks what that needs."""
-    done = warm.run([Path(__file__).parent / "train" / "scripts" / "meshes_missing.py"])
-    if why := done.stdout.strip() or done.stderr:
-        pytest.skip(why)
+    if torch_lacks["meshes"]:
+        pytest.skip(torch_lacks["meshes"])
+
+
+@pytest.fixture
+def fsdp_on_cpus(torch_lacks: dict[str, str]) -> None:
+    """For tests with FSDP2: skips them where torch has it on GPUs alone."""
+    if torch_lacks["fsdp"]:
+        pytest.skip(torch_lacks["fsdp"])
 
 
 @pytest.fixture(scope="session")

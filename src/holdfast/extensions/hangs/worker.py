@@ -105,7 +105,7 @@ class Recorder:
                 return  # the agent is gone
 
     def collectives(self) -> list[list[Any]]:
-        """For each group the oldest collective that is not done, and the newest that is."""
+        """Read the oldest collective that is not done, and the newest that is, of each group."""
         backends = self._backends()
         counts = json.dumps([self._dump(each, False).get("pg_status") for each in backends])
         if counts != self._counts:
@@ -149,7 +149,7 @@ def _handled() -> str:
 
 
 def _of_groups(entries: list[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
-    """For each group the oldest collective that is not done, and the newest that is. The newest group comes first."""
+    """Keep of each group the oldest collective that is not done, and the newest that is; the newest group is first."""
     groups: dict[str, dict[bool, list[Any]]] = {}
     newest: dict[str, int] = {}
     ids: dict[str, int] = {}
