@@ -19,7 +19,8 @@
 #                SOAK_SEED=1, SOAK_LAUNCHERS) and with a script in ht.survive, then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
 #                soak-patience are the parts; the last two need root on Linux
 #   make dist    an sdist and a manylinux wheel in dist/, each installed into an empty environment and tried
-#   make release  the same with wheels for x86_64 and aarch64 (MACHINES=x86_64: for that alone), checked for publication; prints what a
+#   make release  the same with wheels for x86_64 and aarch64 (MACHINES=x86_64: for that alone), checked for publication
+#                (REPOSITORY=https://…: README's links lead there on the package's page); prints what a
 #                person does by hand
 #   make docs    the documentation as a site, in build/site
 #   make screenshots  the pictures of the dashboard in docs/pictures, from a real job
@@ -34,6 +35,7 @@ SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
 SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
 MACHINES ?= x86_64,aarch64
+REPOSITORY ?=
 # Held to that by a plugin: a test in it that starts a process, connects, sleeps or imports torch fails.
 FAST := tests/agent tests/authority tests/benchmarks tests/coordinator tests/corpus tests/diagnosis tests/protocol tests/scenarios tests/simulation tests/extensions/hangs/test_hang_detector.py tests/extensions/hangs/test_hang_reports.py tests/extensions/stragglers
 
@@ -118,7 +120,7 @@ dist: $(VENV)/.dist
 
 # aarch64 needs gcc-aarch64-linux-gnu of Debian.
 release: $(VENV)/.dist
-	$(BIN)/python -m tools.release --machines $(MACHINES)
+	$(BIN)/python -m tools.release --machines $(MACHINES) --repository "$(REPOSITORY)"
 
 # One after the other, also with -j: they would spoil each other's times.
 soak:
@@ -129,6 +131,7 @@ soak:
 soak-seeds: $(VENV)/.dev
 	$(BIN)/python -m tests.support.simulator.sweep 0:$(SOAK_SEEDS)
 	$(BIN)/python -m tests.support.simulator.sweep succession 0:$(SOAK_SEEDS)
+	$(BIN)/python -m tests.support.simulator.sweep multiples 0:$(SOAK_SEEDS)
 
 soak-chaos: $(VENV)/.dev debian
 	$(BIN)/python -m soak chaos --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED) --launchers $(SOAK_LAUNCHERS)

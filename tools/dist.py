@@ -1,6 +1,9 @@
 """Build what is published into dist/: an sdist, and for each machine a wheel with the manylinux tag that auditwheel finds for it.
 
-    python -m tools.dist [FOLDER] [--machines x86_64,aarch64]
+    python -m tools.dist [FOLDER] [--machines x86_64,aarch64] [--repository https://…]
+
+A package index shows README.md, where links to files lead nowhere: with the repository's address they lead there, and the index links to
+it; without one only their texts stay.
 
 The same commit gives the same bytes, on any day, in any folder and with any umask: all times are those of the commit. The commit is
 written into the package, where `holdfast --version --verbose` finds it. What is not committed is not built.
@@ -17,6 +20,7 @@ import hashlib
 import io
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 """Machines for which wheels are built, and their number in the header of a library."""
 
+LINK_TO_FILE = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.dist")
@@ -36,6 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--machines", default=platform.machine(), help=f"of {', '.join(ELF_MACHINES)}; by default this one"
     )
+    parser.add_argument("--repository", default="", help="address of the repository, as https://HOST/OWNER/holdfast")
     chosen = parser.parse_args()
     machines = chosen.machines.split(",")
     for machine in machines:
@@ -48,6 +55,7 @@ def main() -> int:
         run("git", "clone", "-q", "--no-hardlinks", str(ROOT), str(source))
         commit, epoch_s = git(source, "rev-parse", "HEAD"), git(source, "log", "-1", "--format=%ct")
         (source / "src/holdfast/commit.txt").write_text(f"{commit}\n")
+        link_to_repository(source, chosen.repository.rstrip("/"), commit)
         common = {
             "SOURCE_DATE_EPOCH": epoch_s,
             "PYTHONHASHSEED": "0",
@@ -69,6 +77,22 @@ def main() -> int:
     for file in made:
         print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file}")
     return 0
+
+
+def link_to_repository(source: Path, repository: str, commit: str) -> None:
+    """Change the links of README.md in this folder for a package index, and tell it the repository."""
+    readme, project = source / "README.md", source / "pyproject.toml"
+    target = rf"[\1]({repository}/blob/{commit}/\2)" if repository else r"\1"
+    readme.write_text(LINK_TO_FILE.sub(target, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    if repository:
+        urls = {
+            "Repository": repository,
+            "Documentation": f"{repository}/blob/{commit}/docs/index.md",
+            "Changelog": f"{repository}/blob/{commit}/CHANGELOG.md",
+            "Issues": f"{repository}/issues",
+        }
+        table = "".join(f'{name} = "{url}"\n' for name, url in urls.items())
+        project.write_text(f"{project.read_text(encoding='utf-8')}\n[project.urls]\n{table}", encoding="utf-8")
 
 
 def check_compiler(machine: str) -> None:

@@ -67,7 +67,7 @@ WORKERS = {
     "HOLDFAST_BOARD": "memory shared with its agent: safe points ([elastic.md](elastic.md)) and counted steps ([hangs.md](hangs.md))",
     "HOLDFAST_SAVER": "the folder in /dev/shm where its snapshots in memory are kept ([train.md](train.md#memory-and-the-saver))",
     "HOLDFAST_REPLACEMENT": "1 for a worker that is started while the others train: it gets its place in the job when it is ready (`--survive`)",
-    "HOLDFAST_RUN_ID": "one id of the training for loggers, the same after a requeue ([metrics.md](metrics.md#one-id-for-loggers)); missing if `--rdzv-id` was not given",
+    "HOLDFAST_RUN_ID": "one id of the training for loggers, the same after a requeue ([metrics.md](metrics.md#one-id-for-loggers)); missing if `--rdzv-id` was not given; `resume()` sets the one in the snapshot",
     "HOLDFAST_JOB_UID": "identifies the job through all its generations; unlike `--rdzv-id` it is never used twice",
     "HOLDFAST_PREVIOUS_END": "from the second generation on: how the workers of the one before ended ([train.md](train.md#suspect-snapshots))",
 }

@@ -1,6 +1,6 @@
 """Build and check a release, and print what a person does by hand.
 
-    python -m tools.release [--machines x86_64,aarch64]
+    python -m tools.release [--machines x86_64,aarch64] [--repository https://…]
 
 Refuses what would be published wrongly: changes that are not committed, files that name another version, a tag that exists. Uploads and
 tags nothing.
@@ -42,6 +42,7 @@ BY_HAND = """\
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.release")
     parser.add_argument("--machines", default=",".join(ELF_MACHINES))
+    parser.add_argument("--repository", default="", help="see python -m tools.dist --help")
     chosen = parser.parse_args()
     if found := list(reasons(ROOT)):
         for reason in found:
@@ -49,12 +50,19 @@ def main() -> int:
         return 1
     for old in (ROOT / "dist").glob("*"):
         old.unlink()
-    for command in (("tools.dist", "--machines", chosen.machines), ("pytest", "tests/packaging", "-q")):
+    for command in (
+        ("tools.dist", "--machines", chosen.machines, "--repository", chosen.repository),
+        ("pytest", "tests/packaging", "-q"),
+    ):
         done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False)
         if done.returncode != 0:
             return done.returncode
     date = git(ROOT, "log", "-1", "--format=%cs")
     files = " ".join(f"dist/{file.name}" for file in sorted((ROOT / "dist").iterdir()))
+    if not chosen.repository:
+        print(
+            "No repository was named: the page of the package has no links. make release REPOSITORY=https://… adds them."
+        )
     print(BY_HAND.format(version=__version__, date=date, files=files))
     return 0
 

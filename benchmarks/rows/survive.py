@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,11 +132,19 @@ def fresh(steps: list[dict[str, Any]], before: Life | None, since_s: float, worl
 
 
 @contextmanager
-def training(launcher: Launcher, folder: Path, start_s: float, *flags: str) -> Iterator[Trail]:
-    """A job whose ranks all train."""
+def training(
+    launcher: Launcher,
+    folder: Path,
+    start_s: float,
+    *flags: str,
+    script: str = SCRIPT,
+    more: Sequence[str] = (),
+    extra: Mapping[str, str] | None = None,
+) -> Iterator[Trail]:
+    """A job whose ranks all train. `more`: arguments of the script; `extra`: of its environment."""
     line = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1000", *flags]
-    environment = {"OMP_NUM_THREADS": "1"}
-    with launched(launcher, line, SCRIPT, folder, str(start_s), extra=environment) as (process, _):
+    environment = {"OMP_NUM_THREADS": "1", **(extra or {})}
+    with launched(launcher, line, script, folder, str(start_s), *more, extra=environment) as (process, _):
         trail = Trail(folder, process)
         trail.all_train(time.monotonic(), {})
         yield trail

@@ -118,6 +118,7 @@ EXTENSIONS = (
     Extension("metrics", begins=lambda options: options.metrics is not None or options.health is not None),
     Extension("notices", begins=lambda options: bool(options.notify)),
     Extension("torch_events", begins=lambda options: options.event_log_handler == "console"),
+    Extension("caches", begins=lambda options: options.cache_dir is not None),
     Extension("saver", begins=lambda _options: True),
     Extension("hangs", follows=True, begins=lambda _: False),  # on a node the first order to sample is soon enough
     Extension("stragglers", follows=True, begins=lambda _: False),

@@ -112,14 +112,14 @@ def test_what_is_done_about_hangs(line: str, environ: dict[str, str], said: str)
 
 def test_the_whole_plan_of_a_static_node(tmp_path: Path) -> None:
     text, _, _ = plan(
-        "--nnode 2 --node-rank 1 --nproc-per-node 2 --master-addr h --log-dir /l --role r train.py '$local_rank'"
+        "--nnode 2 --node-rank 1 --nproc-per-node 2 --master-addr h --log-dir /l --role r --cache-dir off train.py '$local_rank'"
     ).partition(f"\n\n{HEAD}\n")
     assert (
         text
         == f"""\
 holdfast would run this; nothing was started.
 
-not default   --nnodes 2, --nproc-per-node 2, --node-rank 1, --role r, --master-addr h, --log-dir /l
+not default   --nnodes 2, --nproc-per-node 2, --node-rank 1, --role r, --master-addr h, --cache-dir off, --log-dir /l
 job           id none, up to 0 restarts after worker failures
 nodes         2; this one is node 1
 rendezvous    static at h:29500, waits 900 s for 2
@@ -129,6 +129,7 @@ token         none
 workers here  2
 threads       OMP_NUM_THREADS=3: 6 CPUs for 2 workers
 compilers     TORCHINDUCTOR_COMPILE_THREADS=3: processes of torch.compile for each worker
+caches        off: each library keeps compiled kernels in its own place
 preload       none (train.py imports nothing that is built on torch)
 standby       none
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
@@ -217,3 +218,18 @@ def test_a_script_whose_name_is_not_utf_8(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / name).touch()
     assert main(["run", "--plan", name]) == 0
     assert "caf\ufffd.py" in capsys.readouterr().out
+
+
+def test_the_plan_ends_with_the_options_that_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*options: str) -> list[str]:
+        assert main(["run", "--plan", *options, "train.py"]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    end = planned("--grow", "now", "--nproc-per-node", "2")[-4:]
+    assert end[0] == "options, their values and sources"
+    assert [line.split() for line in end[1:3]] == [
+        ["--nproc-per-node", "2", "command", "line"],
+        ["--grow", "now", "command", "line"],
+    ]
+    assert end[3].endswith("other options have their defaults; --plan --json lists them")
+    assert "default" not in "".join(line for line in planned() if line.startswith("  --"))

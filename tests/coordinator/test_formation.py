@@ -268,3 +268,30 @@ def test_whatever_comes_the_world_is_sound(nodes: list[NodeSpec], previous: list
     for role in {spec.role for spec in seats}:
         own = [(places[spec.member], spec.nproc) for spec in seats if spec.role == role]
         assert [p.role_rank_base + i for p, n in own for i in range(n)] == list(range(own[0][0].role_world_size))
+
+
+# --- switches ---------------------------------------------------------------------------------------------------------
+
+
+def under(host: str, switches: str, *, coordinator: bool = False) -> NodeSpec:
+    return NodeSpec(
+        member=f"{host}#1", host=host, nproc=1, switches=tuple(switches.split()), hosts_coordinator=coordinator
+    )
+
+
+def test_nodes_of_one_switch_are_neighbours_and_those_of_the_coordinator_s_first() -> None:
+    nodes = [
+        under("n1", "core pod2 leaf3"),
+        under("n2", "core pod1 leaf1"),
+        under("n3", "core pod2 leaf4"),
+        under("n4", "core pod1 leaf2"),
+        under("n5", "core pod2 leaf4", coordinator=True),
+        under("n6", "core pod1 leaf10"),
+        under("n7", "core pod2 leaf3"),
+    ]
+    assert seated(nodes) == "n5 n3 n1 n7 n2 n4 n6"
+
+
+def test_a_node_that_replaces_a_lost_one_moves_no_other() -> None:
+    nodes = [under("n1", "s1"), under("n3", "s2"), under("n4", "s2"), under("n9", "s1")]
+    assert seated(nodes, previous="n1 n2 n3 n4", most=4) == "n1 n9 n3 n4"

@@ -86,7 +86,9 @@ def why_not() -> str:
 class Cluster:
     """`start()` it, and `stop()` it whatever happens."""
 
-    def __init__(self) -> None:
+    def __init__(self, topology: str = "") -> None:
+        """`topology`: a topology.conf, of a tree of switches."""
+        self._topology = topology
         self.folder = Path(tempfile.mkdtemp(prefix="hfslurm"))  # a socket's path must be short
         self.conf = self.folder / "slurm.conf"
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -116,6 +118,10 @@ class Cluster:
         self.conf.write_text(
             CONF.format(host=host, port=ports[0], first=first, folder=self.folder, nodes=nodes, **waits)
         )
+        if self._topology:
+            (self.folder / "topology.conf").write_text(self._topology)
+            with self.conf.open("a") as conf:
+                conf.write("TopologyPlugin=topology/tree\n")
         reap = 'tail --pid="$1" -f /dev/null; for each in "$2"/pids/*; do kill -9 "$(cat "$each")"; done'
         self._reaper = self._spawn("sh", "-c", reap, "reaper", str(os.getpid()), str(self.folder))
         self._daemon(

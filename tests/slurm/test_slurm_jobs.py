@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import descendants
 from tests.processes.conftest import JobFolder, is_alive
+from tests.slurm.cluster import Cluster, why_not
 from tests.slurm.conftest import Jobs
 from tests.support.limits import until
 
@@ -236,3 +238,40 @@ while first:
     assert [each["first"] for each in jobs.trail("up in the chain")] == [True, False]
     (run_id,) = {each["id"] for each in jobs.trail("up in the chain")}
     assert run_id.startswith("train-"), "both have one id for loggers"
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(jobs: Jobs) -> None:
+    jobs.script(UNTIL_TOLD + 'meet(); note("at", host=os.environ["SLURMD_NODENAME"]); wait_for("go")')
+    jobs.submit("-N2", "--spares", "1", "--exclusive")
+    number = jobs.cluster.call("squeue", "-h", "-o", "%i")
+    first = {each["host"]: each["rank"] for each in jobs.wait(2, "at")}
+    assert len(first) == 2
+    (lost,) = (host for host, rank in first.items() if rank == 1)
+    (spare,) = {"n1", "n2", "n3"} - first.keys()
+    jobs.cluster.crash(lost)
+    jobs.cluster.declare_down(lost)
+    jobs.wait(4, "at", 40)
+    (jobs.folder / "go").touch()
+    until(lambda: jobs.cluster.is_over(number), lambda: jobs.told(number))
+    assert {(each["host"], each["rank"], each["world"]) for each in jobs.trail("at")[2:]} == {
+        *((host, 0, 2) for host in first if host != lost),
+        (spare, 1, 2),
+    }
+
+
+def test_ranks_of_one_switch_are_neighbours(tmp_path: Path) -> None:
+    """Slurm's own order of the nodes is n1, n2, n3."""
+    if why := why_not():
+        pytest.skip(why)
+    leaves = "SwitchName=leaf1 Nodes=n1,n3\nSwitchName=leaf2 Nodes=n2\nSwitchName=core Switches=leaf[1-2]\n"
+    cluster = Cluster(leaves)
+    try:
+        cluster.start()
+        jobs = Jobs(tmp_path, cluster)
+        jobs.script('import os; meet(); note("at", host=os.environ["SLURMD_NODENAME"])')
+        number = jobs.batch(f"holdfast run --slurm {ALL} train.py", "-N3", "--exclusive")
+        assert jobs.ended(number) == "COMPLETED", jobs.told(number)
+        ranks = {each["rank"]: each["host"] for each in jobs.trail("at")}
+        assert ranks == {0: "n1", 1: "n3", 2: "n2"}, jobs.told(number)
+    finally:
+        cluster.stop()

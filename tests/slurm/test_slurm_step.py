@@ -260,3 +260,14 @@ def test_lists(text: str, hosts: str) -> None:
 def test_what_is_no_list_is_refused(text: str) -> None:
     with pytest.raises(EnvironmentValueError):
         expand(text)
+
+
+def test_with_a_topology_the_coordinator_orders_the_nodes() -> None:
+    topology = {"SLURM_TOPOLOGY_ADDR": "core.leaf2.n2", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    parsed = taken("train.py", **topology)
+    assert parsed.switches == ("core", "leaf2")
+    assert not parsed.given("node_rank")
+    static = taken("--rdzv-backend static train.py", **topology)
+    assert (static.given("node_rank"), static.values.node_rank) == (True, 1), "it has no order of its own"
+    flat = {"SLURM_TOPOLOGY_ADDR": "n2.example.org", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}
+    assert taken("train.py", **flat).switches == ()

@@ -205,3 +205,28 @@ def test_a_chain_that_is_refused_in_the_middle_names_its_first_jobs(
 def test_what_cannot_be_a_chain_is_said(line: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read(line)
+
+
+# --- spares -----------------------------------------------------------------------------------------------------------
+
+
+def test_spares_are_nodes_of_the_job_without_which_it_forms() -> None:
+    batch = read("-N 4 --spares 2 --time 60 train.py --lr 1").batch
+    assert " ".join(map(str, batch.directives)) == "--time=60 --nodes=6"
+    assert shlex.join(batch.command).endswith("run --slurm --nnodes 4 train.py --lr 1")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-N 4 --spares 0 train.py", "must be a number of nodes"),
+        ("-N 4 --spares", "must be a number of nodes"),
+        ("--spares 1 train.py", "without -N: give the number of nodes that train, at least 2"),
+        ("-N 1 --spares 1 train.py", "-N 1: give the number of nodes that train, at least 2"),
+        ("-N 2-4 --spares 1 train.py", "-N 2-4: give the number of nodes that train"),
+        ("-N 4 --spares 1 --nnodes 3:4 train.py", "not with --nnodes"),
+    ],
+)
+def test_spares_that_cannot_be_are_refused(line: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read(line)

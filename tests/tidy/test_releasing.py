@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from holdfast.version import __version__
+from tools.dist import link_to_repository
 from tools.release import NAMES_VERSION, reasons
 from tools.stability import LABELS, labels, public_names
 
@@ -42,6 +44,25 @@ def test_a_tag_that_exists_refuses_the_release(checkout: Path) -> None:
     subprocess.run(["git", "-C", checkout, "tag", f"v{__version__}"], check=True)
     (reason,) = reasons(checkout)
     assert reason == f"the tag v{__version__} exists: this version is released"
+
+
+@pytest.mark.parametrize(
+    ("repository", "line"),
+    [
+        (
+            "https://host/o/holdfast",
+            "See [the rules](https://host/o/holdfast/blob/c0ffee/docs/a.md#b), [torch](https://pytorch.org).",
+        ),
+        ("", "See the rules, [torch](https://pytorch.org)."),
+    ],
+)
+def test_the_page_of_a_package_has_no_link_that_leads_nowhere(tmp_path: Path, repository: str, line: str) -> None:
+    (tmp_path / "README.md").write_text("See [the rules](docs/a.md#b), [torch](https://pytorch.org).")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "holdfast"\n')
+    link_to_repository(tmp_path, repository, "c0ffee")
+    assert (tmp_path / "README.md").read_text() == line
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project.get("urls", {}).get("Repository", "") == repository
 
 
 def test_every_public_python_name_has_a_label() -> None:

@@ -13,6 +13,13 @@ from tests.warm import Warm
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
+@pytest.fixture(autouse=True)
+def no_run_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots set this variable in their process, which is the tests' here."""
+    monkeypatch.setenv("HOLDFAST_RUN_ID", "")  # so that it is removed again
+    monkeypatch.delenv("HOLDFAST_RUN_ID")
+
+
 @pytest.fixture
 def own_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """No saver process: what is staged stays in this one."""

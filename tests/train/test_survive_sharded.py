@@ -321,6 +321,17 @@ def test_a_number_of_ranks_that_do_not_all_train_is_refused(jobs: WarmJobs, tmp_
         assert "ProcessGroupError: ht.survive(ranks=…): 2 of 3 ranks would train: start 2" in agent.logs()
 
 
+def test_too_few_ranks_for_a_model_restart_all(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    """None of them would train, and nobody would end that."""
+    case = {"world": [0, 1], "multiple": 2, "faults": [(1, "forward", 4)]}
+    with started(jobs, tmp_path / "lost", SCRIPT, **case) as agent:
+        agent.ended([1])
+        agent.release([0])
+        agent.await_said([0], "gate", generation=2)
+        agent.go([0])
+        agent.await_said([0], "refuse", why="ProcessGroupError: ht.survive(ranks=…): 0 of 1 ranks would train")
+
+
 REPLICAS = {
     "HSDP": ("hsdp", [(1, "forward", 5), (0, "backward", 8), (3, "optimizer", 10), (2, "between steps", 13)]),
     "DDP": ("ddp", [(0, "backward", 5), (1, "forward", 7), (0, "optimizer", 10), (2, "between steps", 14)]),

@@ -114,7 +114,7 @@ class Rank:
         nn.init.ones_(model.weight), nn.init.zeros_(model.bias)  # equal on all ranks
         self.tracker.add({"model": model})
         clock = Timekeeper(None)
-        taken = TakenFolder(folder, None, 0, 1, "", "")
+        taken = TakenFolder(folder, None, 0, 1, "", "", "")
         self.saving = Saving(self.tracker, peers, InProcessStaging(), clock, taken, SaveRules(2))
 
     def save(self, *, demanded: bool = False) -> str:
@@ -361,7 +361,7 @@ class Refused(InProcessStaging):
 
 
 def saving(peers: Peers, tier: InProcessStaging) -> Saving:
-    taken = TakenFolder(Path("unused"), None, 0, 0, "", "")
+    taken = TakenFolder(Path("unused"), None, 0, 0, "", "", "")
     return Saving(Tracker(), peers, tier, Timekeeper(None), taken, SaveRules(5))
 
 

@@ -21,6 +21,7 @@ from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.slots import SlotOwner, Slots
 from tests.conftest import alive
 from tests.support.limits import until
+from tests.train.conftest import on_ranks
 from tests.train.snapshots.saves import savers
 from tests.warm import Warm
 
@@ -224,3 +225,29 @@ def test_no_rank_is_left_out(tmp_path: Path, nodes: Nodes) -> None:
     folder.clear_debris(folder.survey(tmp_path))  # as the next life does
     nodes.await_savers_ends()
     assert list(tmp_path.iterdir()) == []
+
+
+# --- the id of the training for loggers -------------------------------------------------------------------------------
+
+
+def test_the_run_id_in_the_snapshot_outlives_the_launcher_s(warm: Warm, tmp_path: Path) -> None:
+    """Ranks of other numbers, another launcher with another id, and one that gives none."""
+    script = SCRIPTS / "run_ids.py"
+    lives = [(2, "first"), (3, "second"), (1, "")]
+    first, second, third = on_ranks(
+        warm, "", *((world, script, (str(tmp_path / "a"), given)) for world, given in lives)
+    )
+    assert first.split("\n") == ["first", ""]
+    told = "HOLDFAST_RUN_ID is first as in the snapshot, not second: loggers continue the run of that training"
+    assert second.split("\n") == ["first", f"holdfast: {told}", ""]
+    assert third.split("\n") == ["first", ""]
+
+
+def test_a_run_id_that_no_launcher_gives_is_made_once_for_all_ranks(warm: Warm, tmp_path: Path) -> None:
+    script = SCRIPTS / "run_ids.py"
+    first, second, other = on_ranks(
+        warm, "", *((2, script, (str(tmp_path / folder), "")) for folder in ("a", "a", "b"))
+    )
+    assert first.strip().isalnum()
+    assert second == first
+    assert other != first

@@ -92,6 +92,23 @@ def test_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     again.snaps.close()
 
 
+def test_fine_tuning_begins_with_the_weights_and_a_run_id_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_id(given: str, only: list[str]) -> str:
+        monkeypatch.setenv("HOLDFAST_RUN_ID", given)
+        job = Job(tmp_path, resume=False)
+        job.snaps.resume(only=only or None)
+        job.train(1)
+        job.snaps.save()
+        job.snaps.close()
+        return job.state.run_id
+
+    assert run_id("pretrained", []) == "pretrained"
+    assert run_id("tuned", ["model"]) == "tuned"
+    assert run_id("requeued", ["model"]) == "tuned"
+
+
 def test_a_damaged_snapshot_is_set_aside_and_named(tmp_path: Path) -> None:
     trained(tmp_path, 6)
     damage(tmp_path / "step_000000006.0001" / "rank_00000.safetensors")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
 
 import holdfast.train as ht
-from holdfast.protocol.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
+from holdfast.protocol.errors import NoSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
 from holdfast.train import export
 from holdfast.train.snapshots import folder
 from tests.train.conftest import damage
@@ -115,7 +115,7 @@ def test_the_newest_of_a_folder_or_of_a_step(tmp_path: Path) -> None:
         found[name] = into["weight"].tolist()
     assert found == {"newest": [3.0] * 3, "of step 1": [1.0] * 3, "this one": [2.0] * 3}
     for wrong in ({"path": tmp_path, "step": 9}, {"path": tmp_path / "nowhere"}):
-        with pytest.raises(NoValidSnapshotError, match="no snapshot"):
+        with pytest.raises(NoSnapshotError, match="no snapshot"):
             ht.SnapshotReader(**wrong)
 
 

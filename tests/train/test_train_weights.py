@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.protocol.errors import NoValidSnapshotError, SnapshotDamagedError, StateMismatchError, TrackingError
+from holdfast.protocol.errors import NoSnapshotError, SnapshotDamagedError, StateMismatchError, TrackingError
 from tests.train.conftest import damage
 
 pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.usefixtures("own_staging")]
@@ -108,7 +108,7 @@ def test_a_model_that_does_not_fit_is_named_and_left_alone(tmp_path: Path) -> No
 
 
 def test_what_is_no_snapshot_is_said(tmp_path: Path) -> None:
-    with pytest.raises(NoValidSnapshotError, match="holds no snapshot"):
+    with pytest.raises(NoSnapshotError, match="holds no snapshot"):
         ht.load_weights(net(1), tmp_path / "nothing")
     saved(tmp_path, model=net(1))
     damage(max(tmp_path.glob("step_*/rank_00000.safetensors")))

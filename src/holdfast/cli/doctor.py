@@ -17,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import psutil
 
+from holdfast import compile_caches
 from holdfast.cli import config, grammar, print_version, say
 from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
@@ -57,6 +59,8 @@ USED = (
 )
 """Options of a run that matter here. The others are accepted, so that the line of a run can be checked as it is."""
 TIMEOUT_S_MAX = 3600.0
+CACHES_S_MAX = 2.0
+"""Limit of the time in which the size of the folder with compiled kernels is found out (s)."""
 LOCAL_TORCH_S_MIN = 60.0
 """Least limit for the import of torch, however short --timeout is."""
 BUSY_S = 2.0
@@ -489,6 +493,17 @@ def output(command: list[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def caches() -> Facts:
+    """The places in which compiled kernels are kept, by --cache-dir and by variables that the user has set."""
+    folder = os.environ.get("HOLDFAST_CACHE_DIR") or compile_caches.default_folder(os.environ)
+    facts = {"--cache-dir": folder}
+    if folder != compile_caches.OFF:
+        until_s = time.monotonic() + CACHES_S_MAX
+        size = compile_caches.size_of(folder, lambda: time.monotonic() >= until_s)
+        facts["size"] = UNKNOWN if size is None else f"{size / 2**20:.1f} MiB"
+    return facts | {name: os.environ[name] for name in compile_caches.VARIABLES if name in os.environ}
+
+
 SECTIONS: dict[str, Callable[[], Facts]] = {
     "Software": software,
     "Machine": machine,
@@ -496,4 +511,5 @@ SECTIONS: dict[str, Callable[[], Facts]] = {
     "Network": network,
     "Limits (soft / hard)": limits,
     "Variables": variables,
+    "Compiled kernels": caches,
 }

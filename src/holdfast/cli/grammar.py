@@ -117,6 +117,8 @@ class Parsed(NamedTuple):
     """CPUs of this node that a scheduler has allocated; None: those on which this process may run."""
     requeues: int = 0
     """Number of times that a scheduler has restarted this job."""
+    switches: tuple[str, ...] = ()
+    """The switches above this node, as a scheduler names them."""
 
     def given(self, dest: str) -> bool:
         """Whether a flag, a variable or a file gave the value."""

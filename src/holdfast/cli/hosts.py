@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import grammar, say
 from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES
-from holdfast.cli.plan import option_lines, shown_job_id
+from holdfast.cli.plan import given_lines, shown_job_id
 from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.rendezvous import node_range
 from holdfast.cli.resolve import is_number, line_of_other_agent, resolve
@@ -343,4 +343,4 @@ def plan(parsed: Parsed, spec: LaunchSpec, options: RunOptions) -> str:
         ("each host", shlex.join(["holdfast", *example]).replace(options.job.run_id, run_id)),
     ]
     lines = [f"{name:14}{text}" for name, text in facts]
-    return "\n".join(["holdfast would run this; nothing was started.", "", *lines, "", *option_lines(parsed)])
+    return "\n".join(["holdfast would run this; nothing was started.", "", *lines, *given_lines(parsed)])

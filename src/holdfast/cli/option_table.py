@@ -134,6 +134,13 @@ OPTIONS: tuple[Option, ...] = (
             "import once per node and fork the workers: auto, none or modules",
             "auto|none|MODULE,...",
         ),
+        own(
+            "--cache-dir",
+            TEXT,
+            "",
+            "where workers keep compiled kernels; one per user in the temporary folder; off: where each library does",
+            "DIR|off",
+        ),
     ),
     *in_group(
         RESTARTS,

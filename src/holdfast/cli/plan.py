@@ -1,8 +1,8 @@
 """`--plan`: describes what would run where, without starting anything.
 
 Pure text from a Resolution: the same line and environment give the same plan. Values that the rendezvous decides are
-shown as <assigned>, random ones as <random>. At the end every option is listed with its value and source; passwords are
-masked.
+shown as <assigned>, random ones as <random>. At the end come the options that were given, with values and sources;
+--json has all of them. Passwords are masked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from signal import Signals
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
+from holdfast import compile_caches
 from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
 from holdfast.cli.option_table import LAUNCH_OPTIONS, flag_of
 from holdfast.cli.rendezvous import losses_survived
@@ -73,6 +74,7 @@ class PlanData(TypedDict):
     threads: str
     compilers: str
     backends: NotRequired[str]
+    caches: str
     preload: str
     standby: str
     stop: str
@@ -120,6 +122,16 @@ def option_lines(parsed: Parsed) -> Iterator[str]:
         yield f"  {name:{names}}  {value:{values}}  {source}"
 
 
+def given_lines(parsed: Parsed) -> list[str]:
+    """The options that a flag, a variable, a file or a scheduler gave; nothing if there is none."""
+    dests = [dest for dest in parsed.sources if dest not in ACTIONS]
+    given = {dest: source for dest, source in parsed.sources.items() if dest in dests and parsed.given(dest)}
+    if not given:
+        return []
+    rest = f"  the {len(dests) - len(given)} other options have their defaults; --plan --json lists them"
+    return ["", *option_lines(parsed._replace(sources=given)), rest]
+
+
 def shown(value: object) -> str:
     """A value as on the command line; `-` for none."""
     match value:
@@ -163,6 +175,7 @@ def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
         ("threads", threads_text(resolution, environ)),
         ("compilers", compilers_text(options, environ)),
         *([("backends", backends)] if (backends := _backends_text(options, environ)) else []),
+        ("caches", caches_text(options, environ)),
         ("preload", preload_text(options)),
         ("standby", standby_text(options)),
         ("stop", stop_text(options)),
@@ -201,7 +214,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
     for local_rank, variables in enumerate(own):
         lines += ["", f"local rank {local_rank}", f"  {command_text(options, local_rank)}"]
         lines += [f"  {name}={value}" for name, value in sorted(variables.items())]
-    return "\n".join([*lines, "", *option_lines(parsed)])
+    return "\n".join([*lines, *given_lines(parsed)])
 
 
 def shown_job_id(parsed: Parsed, options: RunOptions) -> str:
@@ -274,6 +287,14 @@ def _backends_text(options: RunOptions, environ: Mapping[str, str]) -> str:
     command = options.command
     known = "torch" in options.preload.modules and command.python in ("", sys.executable)
     return backends_text(sys.path, environ) if known else ""
+
+
+def caches_text(options: RunOptions, environ: Mapping[str, str]) -> str:
+    if options.cache_dir is None:
+        return "off: each library keeps compiled kernels in its own place"
+    theirs = [name for name in compile_caches.VARIABLES if name in environ]
+    but = f"; already set: {', '.join(theirs)}" if theirs else ""
+    return f"compiled kernels are kept in {options.cache_dir}, {compile_caches.BYTES_MAX // 2**30} GiB at most{but}"
 
 
 def preload_text(options: RunOptions) -> str:
@@ -382,6 +403,8 @@ def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str],
         error_file=os.path.join(folder, str(local_rank), "error.json") if folder is not None else "",
         parent=environ,
     )
+    if options.cache_dir is not None:
+        variables |= compile_caches.variables(options.cache_dir, environ)
     known: set[str] = set()
     if alone:
         known |= set(BY_RENDEZVOUS) - {"MASTER_ADDR", "MASTER_PORT"}

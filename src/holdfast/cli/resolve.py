@@ -14,6 +14,7 @@ import socket
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGQUIT, SIGTERM, SIGWINCH
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast import compile_caches
 from holdfast.cli import rendezvous
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
 from holdfast.cli.grammar import ABOUT_US
@@ -21,6 +22,7 @@ from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES,
 from holdfast.cli.program import preload, worker_command
 from holdfast.protocol.errors import (
     BindingError,
+    CacheDirError,
     EnvironmentValueError,
     LogDirError,
     LogOptionsError,
@@ -90,6 +92,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         command=command,
         logs=logs,
         role=given.role,
+        switches=parsed.switches,
         local_addr=given.local_addr,
         signals=signals,
         signals_text=given.signals_to_handle,
@@ -99,6 +102,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         share_store=environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1",
         omp_num_threads=threads,
         compile_threads=compile_threads(environ, devices.number, cpus),
+        cache_dir=cache_folder(parsed, environ),
+        cache_dir_named=bool(given.cache_dir),
         preload=imports,
         standby=given.standby == "on" and bool(imports.modules) and may_restart(rdzv.job),
         start_method=given.start_method,
@@ -280,6 +285,17 @@ def compile_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | 
     if COMPILE_THREADS in environ or nproc == 1:
         return None
     return min(COMPILE_THREADS_MAX, max(1, cpus // nproc))
+
+
+def cache_folder(parsed: Parsed, environ: Mapping[str, str]) -> str | None:
+    """The absolute path of the folder for compiled kernels; None: --cache-dir off."""
+    named: str = parsed.values.cache_dir
+    if named == compile_caches.OFF:
+        return None
+    try:
+        return os.path.abspath(os.path.expanduser(named) if named else compile_caches.default_folder(environ))
+    except OSError:
+        raise parsed.error("cache_dir", CacheDirError, "the current folder was deleted") from None
 
 
 def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices: list[str]) -> LogOptions:

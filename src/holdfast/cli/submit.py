@@ -57,6 +57,7 @@ Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves
   -N NODES, --time T, ...   any option of sbatch that does not start tasks
   --nproc-per-node N, ...   any option of holdfast run (see holdfast run --help)
   --signal=USR1@SECONDS     this long before its time limit the job saves and is requeued; it resumes later
+  --spares N                N nodes more than the -N that train; one takes the place of a node that is lost
   --chain N                 N jobs, one after the other, each of which goes on where the time of the one before was over
   --dry-run                 print the batch script, and exit
   --no-follow               submit, print the job's number, and exit
@@ -64,6 +65,7 @@ Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves
   --help                    print this text, and exit"""
 CHAIN, CHAIN_MAX = "--chain", 1000
 CHAIN_MARK = "holdfast-chain-"
+SPARES, SPARES_MAX = "--spares", 1000
 NOT_IN_CHAINS = {
     "array": "each task would need a chain of its own",
     "comment": "the chain is known by it",
@@ -201,7 +203,7 @@ def read(argv: Sequence[str]) -> BatchRequest:
     """Divide the line into sbatch's options, ours, and the script with its arguments. Raises UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
     chosen = {"--dry-run": False, "--no-follow": False, "--json": False}
-    chain = 1
+    chain, spares = 1, 0
     spellings = grammar.spellings_of(RUN_OPTIONS)
     while words:
         word = words[0]
@@ -211,7 +213,9 @@ def read(argv: Sequence[str]) -> BatchRequest:
             chosen[word] = True
             words.pop(0)
         elif word.partition("=")[0] == CHAIN:
-            chain = take_chain(words)
+            chain = take_number(words, CHAIN_MAX, "jobs")
+        elif word.partition("=")[0] == SPARES:
+            spares = take_number(words, SPARES_MAX, "nodes")
         elif directive := take_directive(words, spellings):
             directives.append(directive)
         else:
@@ -220,6 +224,8 @@ def read(argv: Sequence[str]) -> BatchRequest:
     check(directives)
     if chain > 1:
         begin_chain(directives)
+    if spares:
+        own += add_spares(directives, own, spares)
     signal = preempt_signal(directives)
     if signal is not None and not any(word.startswith(("--preempt-signal", "--preempt_signal")) for word in own):
         own += ["--preempt-signal", signal]
@@ -236,13 +242,29 @@ def read(argv: Sequence[str]) -> BatchRequest:
     )
 
 
-def take_chain(words: list[str]) -> int:
-    """Remove --chain and its number from the front. Raises UsageError."""
-    _, equals, text = words.pop(0).partition("=")
+def take_number(words: list[str], most: int, of: str) -> int:
+    """Remove an option and its number from the front. Raises UsageError."""
+    name, equals, text = words.pop(0).partition("=")
     text = text if equals else words.pop(0) if words else ""
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= CHAIN_MAX):
-        raise UsageError(f"{CHAIN} {text}: must be a number of jobs, 1 to {CHAIN_MAX}")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
+        raise UsageError(f"{name} {text}: must be a number of {of}, 1 to {most}")
     return int(text)
+
+
+def add_spares(directives: list[Directive], own: list[str], spares: int) -> list[str]:
+    """Ask sbatch for so many nodes more. Returns the options of `holdfast run` by which the job forms without them.
+    Raises UsageError."""
+    text = next((each.value or "" for each in reversed(directives) if each.name == "nodes"), "")
+    if not (text.isascii() and text.isdigit() and int(text) > 1):
+        given = f"-N {text}" if text else "without -N"
+        raise UsageError(
+            f"{SPARES} {spares}: {given}: give the number of nodes that train, at least 2: -N 4 {SPARES} 1"
+        )
+    if any(word.partition("=")[0] in ("--nnodes", "--nnode") for word in own):
+        raise UsageError(f"{SPARES} {spares}: not with --nnodes: the job has the nodes of -N, and the spares are more")
+    directives[:] = [each for each in directives if each.name != "nodes"]
+    directives.append(Directive("nodes", str(int(text) + spares)))
+    return ["--nnodes", text]
 
 
 def begin_chain(directives: list[Directive]) -> None:

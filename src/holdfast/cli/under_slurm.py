@@ -62,6 +62,7 @@ def complete(
             sources=sources,
             cpus=step.cpus if one_agent else None,
             requeues=step.restarts if is_complete else 0,
+            switches=step.switches,
         ),
         step,
     )
@@ -95,13 +96,15 @@ def rendezvous_options(parsed: Parsed, step: SlurmStep, address: Callable[[str],
     if stands_alone(parsed):
         return {}
     several, elsewhere = len(step.nodes) > 1, gives_endpoint(parsed)
+    static = parsed.given("rdzv_backend") and parsed.values.rdzv_backend == "static"
     if elsewhere and parsed.given("nnodes") and (max(step.tasks) > 1 or most_nodes(parsed, step) > len(step.nodes)):
         return {}  # several agents on a node, or several steps, form one job: one step cannot know all of it
     step.check_one_agent_per_node()
     found: dict[str, object] = {"rdzv_id": step.run_id}
     if several:
         found["nnodes"] = str(len(step.nodes))
-        found["node_rank"] = step.node_rank
+        if not step.switches or static:  # otherwise the coordinator orders the nodes by their switches
+            found["node_rank"] = step.node_rank
     if several and not elsewhere:
         found["rdzv_backend"] = "c10d"
     found = {dest: value for dest, value in found.items() if not parsed.given(dest)}

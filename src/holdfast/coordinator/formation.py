@@ -125,8 +125,8 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
     """Choose at most max_nodes candidates and give each a group rank: its index in the result.
 
     A member that stays keeps its place if the world is large enough for it. Then requests (--node-rank) are granted.
-    Then the coordinator's node takes 0 if that is free. The others fill the free places, sorted by host name (numbers
-    by value) and arrival.
+    Then the coordinator's node takes 0 if that is free. The others fill the free places, sorted by their switches (the
+    coordinator's come first), by host name (numbers by value) and by arrival.
     """
     # With static rendezvous --node-rank binds: admission lets in one node for each rank.
     if job.fixed_ranks:
@@ -156,10 +156,16 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
         if node.hosts_coordinator:
             place(node, 0)
     arrival = {c.node.member: c.arrival for c in candidates}
+    near = next((node.switches for node in chosen if node.hosts_coordinator), ())
     rest = sorted(
         (node for node in chosen if node.member not in seated),
         # Those that lose their place because the world is smaller come before newcomers.
-        key=lambda node: (node.member not in index, natural(node.host), arrival[node.member]),
+        key=lambda node: (
+            node.member not in index,
+            distance(node.switches, near),
+            natural(node.host),
+            arrival[node.member],
+        ),
     )
     others = iter(rest)
     return [node if node is not None else next(others) for node in seats]
@@ -168,6 +174,15 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
 def natural(text: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key in which node2 comes before node10."""
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", text) if part)
+
+
+def distance(
+    switches: Sequence[str], near: Sequence[str]
+) -> tuple[tuple[bool, tuple[tuple[int, int | str], ...]], ...]:
+    """Sort key by which nodes of one switch are neighbours, and those that share switches with `near` come first."""
+    return tuple(
+        (list(switches[: depth + 1]) != list(near[: depth + 1]), natural(name)) for depth, name in enumerate(switches)
+    )
 
 
 def all_places(seats: Sequence[NodeSpec]) -> dict[str, tuple[int, ...]]:

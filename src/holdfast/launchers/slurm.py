@@ -62,6 +62,8 @@ class SlurmStep(NamedTuple):
     cpus: int | None = None
     """Allocated CPUs of this node; None: unknown."""
     gpus: int | None = None
+    switches: tuple[str, ...] = ()
+    """The switches or blocks above this node, the outermost first; empty: the site has configured no topology."""
 
     @property
     def run_id(self) -> str:
@@ -144,7 +146,19 @@ def read_step(environ: Mapping[str, str], title_of: Callable[[str], str] = title
         array_task=number(environ, array) if array in environ else None,
         cpus=number(environ, "SLURM_CPUS_ON_NODE", 0) or None,
         gpus=number(environ, "SLURM_GPUS_ON_NODE", 0) or None,
+        switches=switches_above(environ),
     )
+
+
+def switches_above(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The switches or blocks above this node, from SLURM_TOPOLOGY_ADDR.
+
+    >>> switches_above({"SLURM_TOPOLOGY_ADDR": "core.leaf2.n7.a", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"})
+    ('core', 'leaf2')
+    """
+    names = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+    above = names.count(".")  # a node's own name may have dots
+    return tuple(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".", above)[:above])
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

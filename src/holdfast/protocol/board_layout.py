@@ -72,6 +72,8 @@ PROFILE_FD = (1 << 32) - 1
 """Mask of the descriptor in PROFILE."""
 SAVES = 17
 """1: this worker asks at its safe points whether to save."""
+SPARE = 18
+"""1: this worker waits as a spare: the training function of `ht.survive` uses fewer ranks than there are."""
 
 RECORDER = 18
 """The worker's descriptor of a pipe, into which the agent writes a question (QUESTION_BYTES, a number in native byte

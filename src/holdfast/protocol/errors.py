@@ -195,6 +195,10 @@ class ConfigFileError(CallerError, code="HF144"):
     """holdfast.toml or [tool.holdfast] in pyproject.toml: not TOML, an unknown key, a wrong type, a readable secret."""
 
 
+class CacheDirError(CallerError, code="HF145"):
+    """--cache-dir names a folder that cannot be made, belongs to another user, or into which others may write."""
+
+
 class RetentionError(CallerError, ValueError, code="HF139"):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 
@@ -296,6 +300,10 @@ class SnapshotDamagedError(SnapshotError, code="HF401"):
     """A snapshot is damaged: a file is missing, truncated, changed or exchanged. The snapshot is set aside."""
 
 
+class NoSnapshotError(SnapshotError, code="HF415"):
+    """The folder that a program reads from has no valid snapshot, or none of the step that it asked for."""
+
+
 class NoValidSnapshotError(SnapshotError, code="HF402"):
     """The folder has damaged or unfinished snapshots and no valid one: training does not start from scratch unasked."""
 
@@ -334,11 +342,12 @@ class SaverLostError(SnapshotWriteError, code="HF411"):
 
 
 class NotFiniteError(SnapshotError, code="HF412"):
-    """The loss was not finite in several steps in a row. The next start prefers a state whose values are finite."""
+    """The loss was not finite in several steps in a row, or, with nonfinite="stop", a value in a save to the disk. The
+    next start prefers a state whose values are finite."""
 
 
 class ReplicasDifferError(SnapshotError, code="HF414"):
-    """Ranks have different values of a tensor that should be equal: a snapshot would mix them, so none is made."""
+    """Ranks have different values of a tensor that should be equal. A snapshot would mix them, so none is made."""
 
 
 class CopyError(SnapshotError, code="HF413"):

@@ -159,6 +159,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """The coordinator is found by an installed package's backend; `endpoint` is not used then."""
     role: str = "default"
     node_rank: int | None = None
+    switches: tuple[str, ...] = ()
+    """NodeSpec.switches."""
     local_addr: str | None = None
     signals: tuple[int, ...] = ()
     """Signals that end this node's part (--signals-to-handle), as numbers."""
@@ -172,6 +174,10 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Value of OMP_NUM_THREADS for the workers; None: it stays as it is (it is set, or there is one process)."""
     compile_threads: int | None = None
     """Number of processes that compile kernels for one worker's torch.compile; None: it is not set for the workers."""
+    cache_dir: str | None = None
+    """Absolute path of the folder in which workers keep compiled kernels; None: each library has its own place."""
+    cache_dir_named: bool = False
+    """The user has named it; otherwise it is our default, and the job can do without it."""
     start_method: str = "spawn"
     event_log_handler: str = "null"
     metrics: Endpoint | None = None

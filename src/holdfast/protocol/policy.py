@@ -41,6 +41,7 @@ Period: TypeAlias = Annotated[float, Meta(ge=0.001, le=SECONDS_MAX)]
 """Interval of something periodic."""
 ExitCode: TypeAlias = Annotated[int, Meta(ge=-1024, le=EXIT_CODE_MAX)]
 Words: TypeAlias = Annotated[dict[str, str], Meta(max_length=ITEMS_MAX)]
+Switches: TypeAlias = Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)]
 
 
 class Tick(Struct, frozen=True):
@@ -302,6 +303,8 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     node_rank: Rank | None = None
     """The group rank that this node requests (binding with fixed_ranks); None: any."""
     local_addr: str | None = None
+    switches: Switches = ()
+    """The switches or blocks of the network above this node, the outermost first; empty: not known."""
     hosts_coordinator: bool = False
     versions: Words = {}
     """Versions that should be the same on all nodes: `python`, `holdfast`, `torch`, `cuda`, `nccl`, `script` (a hash).

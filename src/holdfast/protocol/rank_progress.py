@@ -45,6 +45,8 @@ class Stage(Enum):
     """It has made a step or a beat."""
     DONE = "done"
     """It has ended with 0."""
+    SPARE = "spare"
+    """It waits, and makes no steps: `ht.survive(ranks=…)` uses fewer ranks than there are."""
 
 
 class Standing(Enum):
@@ -138,6 +140,10 @@ class JobView(Struct, frozen=True, kw_only=True):
     """Number of steps of the whole job; 0: the script does not report it."""
     left_s: float = 0.0
     """Time for the steps that are left, at the present rate; 0: unknown."""
+    spares: tuple[int, ...] = ()
+    """The ranks that wait as spares."""
+    spares_why: str = ""
+    """The reason for that, in words."""
     more: dict[str, Any] = {}
     """Figures of extensions about the job, by the extension's name."""
 

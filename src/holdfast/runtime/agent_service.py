@@ -273,6 +273,7 @@ class AgentService:
             nproc=options.nproc,
             role=options.role,
             node_rank=options.node_rank,
+            switches=options.switches,
             local_addr=options.local_addr,
             versions=node_versions(options.command),
         )

@@ -25,7 +25,7 @@ from holdfast import own_folders
 from holdfast.protocol.errors import (
     EXIT_FAILURE,
     HoldfastError,
-    NoValidSnapshotError,
+    NoSnapshotError,
     SnapshotDamagedError,
     SnapshotError,
     SnapshotWriteError,
@@ -98,7 +98,7 @@ def export(folder: Location, to: Path, kind: str, step: int | None = None) -> Sn
     committed.sort(key=lambda each: each.key)
     found = [each for each in committed if step is None or each.step == step]
     if not found:
-        raise NoValidSnapshotError(f"{folder} has no valid snapshot" + ("" if step is None else f" of step {step}"))
+        raise NoSnapshotError(f"{folder} has no valid snapshot" + ("" if step is None else f" of step {step}"))
     if to.exists():
         raise FileExistsError(17, "exists already", str(to))
     if not to.absolute().parent.is_dir():

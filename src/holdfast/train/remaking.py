@@ -140,13 +140,16 @@ class Remaker:
         calls, group = self._calls, self._calls.group
         sys.stderr.write(f"holdfast: ht.survive: rank {group.rank} waits as a spare: ranks= lets {group.world} train\n")
         calls.step_is_done()
-        while not calls.generation_store.check([TRAINED]):
-            calls.leave_if_cut()
-            drain.beat()
-            if not drain.asked():
-                time.sleep(SPARE_POLL_S)
-            elif drain.should_stop():
-                return  # the whole job stops here
+        drain.wait_as_spare(True)
+        try:
+            while not calls.generation_store.check([TRAINED]):
+                calls.leave_if_cut()
+                if not drain.asked():
+                    time.sleep(SPARE_POLL_S)
+                elif drain.should_stop():
+                    return  # the whole job stops here
+        finally:
+            drain.wait_as_spare(False)
 
     # --- what the calls ask -----------------------------------------------------------------------------------------
 

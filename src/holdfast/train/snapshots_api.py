@@ -24,18 +24,20 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast import worker
 from holdfast.protocol.errors import (
     IntervalError,
+    ReplicasDifferError,
     SnapshotError,
     SnapshotWriteError,
     TrackingError,
 )
 from holdfast.protocol.train_contract import SAVER_VARIABLE
+from holdfast.train import replica_check
 from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
 from holdfast.train.continued_pass import ContinuedPasses
@@ -52,7 +54,7 @@ from holdfast.train.snapshots.changes import Keep
 from holdfast.train.snapshots.in_process import open_tier
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
-from holdfast.train.state import Tracker, TrainState
+from holdfast.train.state import RUN_ID_VARIABLE, Tracker, TrainState
 from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
@@ -88,12 +90,17 @@ class SnapshotOptions:
     replicas_differ: bool = False
     """Whether ranks may have different values of a parameter (local SGD); a snapshot then has those of the first rank
     that has it. False: that is an error, at each save to the disk."""
+    nonfinite: Literal["report", "stop"] = "report"
+    """What follows if a parameter or optimizer value in a save to the disk is nan or infinite. "report": rank 0 warns,
+    and the snapshot is marked. "stop": all ranks raise NotFiniteError, and nothing is saved."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
             raise IntervalError(f"failed_saves_max={self.failed_saves_max!r}: a number of saves, at least 1")
         if self.copies_bytes_per_s is not None and not self.copies_bytes_per_s > 0:
             raise IntervalError(f"copies_bytes_per_s={self.copies_bytes_per_s!r}: more than 0, or None")
+        if self.nonfinite not in ("report", "stop"):
+            raise IntervalError(f'nonfinite={self.nonfinite!r}: "report" or "stop"')
         self.patience(None)
 
     def patience(self, interval_steps: int | None) -> Patience:
@@ -293,6 +300,7 @@ class Snapshots:
 
         if self._remaker is not None:
             self._remaker.check(self._tracker)
+        given_id = os.environ.get(RUN_ID_VARIABLE, "")
         with self._closed_by_failure():
             peers, tier = self._open()
             assert self._taken is not None
@@ -300,7 +308,13 @@ class Snapshots:
                 *(self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies),
                 folder_id=self._taken.folder_id,
             )
+            began_as = self.state.run_id
             resumed = resumer.run()
+            if peers.rank == 0 and self.state.run_id != began_as and given_id:
+                sys.stderr.write(
+                    f"holdfast: HOLDFAST_RUN_ID is {self.state.run_id} as in the snapshot, not {given_id}: loggers "
+                    "continue the run of that training\n"
+                )
 
         self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
@@ -362,6 +376,8 @@ class Snapshots:
         lease whose owner was lost."""
         self._taken = taken = take_folder(self.path, peers, self._lease, lost)
         self._lease = taken.lease
+        if not self.state.run_id:  # otherwise this is another world of the same training
+            self.state._name(taken.training_id)
         if self._copies is not None:
             self._copies.begin(taken.secret, peers.rank, peers.world)
         if peers.rank == 0 and self._keep is not None and self._pruner is None:
@@ -485,8 +501,15 @@ class Snapshots:
         if self._before.step < 0:  # otherwise the time since the last save goes on
             self._clock.start(step, time.monotonic())
         self._watch_optimizers()
+        state = self.state
+        replica_check.counted_by(lambda: state.step)
+        if self._options.replicas_differ:
+            replica_check.may_differ(self._tracker.models)
         rules = SaveRules(
-            self._options.failed_saves_max, self._options.replicas_differ, read_back=self._keep is not None
+            self._options.failed_saves_max,
+            self._options.replicas_differ,
+            stops_not_finite=self._options.nonfinite == "stop",
+            read_back=self._keep is not None,
         )
         self._saving = saving = Saving(self._tracker, peers, tier, self._clock, self._taken, rules, self._copies)
         return saving
@@ -747,6 +770,8 @@ class Snapshots:
             self._life.failed(error, self.state.step)
         self._closed = True
         self._remove_hooks()
+        if isinstance(error, ReplicasDifferError) and self._saving is not None:
+            self._saving.drop_uncompared()
         if self._current_tier is not None:
             self._current_tier.close(ahead=True)
         if self._lease is not None:

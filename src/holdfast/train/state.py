@@ -14,6 +14,7 @@ import copy
 import functools
 import inspect
 import operator
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ from holdfast.train.tracked import (
 )
 
 FORMAT = 1
+RUN_ID_VARIABLE = "HOLDFAST_RUN_ID"
 ALONE, STAND_IN = "alone", "stand in"
 """Marks of a text: its rank has left the state without the others; it stands for that of another rank."""
 
@@ -137,12 +139,19 @@ class TrainState:
         """The number of calls of `Snapshots.step()` in all lives of this job."""
         self.epoch = 0
         """The number of the current epoch, from 0."""
+        self.run_id = ""
+        """One id of the training for loggers, known after `resume()`: HOLDFAST_RUN_ID of the first life, which is saved
+        with the state. That variable has it, too."""
         self._follow: Callable[[int], None] = lambda _epoch: None
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
         self._only = ""
         """The objects that were restored from another run, with step and epoch (`resume(only=…)`); empty: all were."""
+
+    def _name(self, run_id: str) -> None:
+        """Set the id of the training. Loggers find it in the environment; child processes of this rank, too."""
+        self.run_id = os.environ[RUN_ID_VARIABLE] = run_id
 
     def _begin_again(self) -> None:
         self.step, self.epoch, self._only = 0, 0, ""
@@ -359,6 +368,7 @@ class Tracker:
             "world": world,
             "step": self.state.step,
             "epoch": self.state.epoch,
+            "run_id": self.state.run_id,
             "models": parts.models,
             "optimizers": {
                 each.name: {"groups": each.groups(encoder), **parts.optimizers[each.name]} for each in self._optimizers
@@ -501,6 +511,9 @@ class Tracker:
         }
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
+        run_id = codec.expect(text.get("run_id", ""), str, "run_id")
+        if run_id and not self.state._only:  # with `only` another training begins, which has its own curves
+            self.state._name(run_id)
         drawn = codec.decode(text["random"], saved.fresh)
         if world == world_then and text.get(STAND_IN):
             assert self.random_record is not None

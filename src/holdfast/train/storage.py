@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.protocol.errors import (
-    NoValidSnapshotError,
+    NoSnapshotError,
     ShardingError,
     SnapshotError,
     SnapshotGoneError,
@@ -170,7 +170,7 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
     step  the step of the snapshot; None: any
 
     State of a `Snapshots` that differs between the ranks (random numbers, a tracked object's) is that of rank 0. Raises
-    NoValidSnapshotError when there is none, SnapshotDamagedError, SnapshotGoneError, SnapshotVersionError.
+    NoSnapshotError when there is none, SnapshotDamagedError, SnapshotGoneError, SnapshotVersionError.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None) -> None:
@@ -313,7 +313,7 @@ def _find(path: Location, step: int | None) -> Snapshot:
         if (step is None or problem.key.step == step) and (not fitting or problem.key > fitting[-1].key):
             raise problem.error if isinstance(problem.error, SnapshotError) else SnapshotError(str(problem.error))
     if not fitting:
-        raise NoValidSnapshotError(f"{path} has no snapshot" + ("" if step is None else f" of step {step}"))
+        raise NoSnapshotError(f"{path} has no snapshot" + ("" if step is None else f" of step {step}"))
     return fitting[-1]
 
 

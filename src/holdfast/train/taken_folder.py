@@ -31,6 +31,8 @@ class TakenFolder(NamedTuple):
     """A random word of this life, the same on all ranks: copies on other nodes use it (`key_of_life`)."""
     folder_id: str
     """The folder's identity: see LeaseOwner."""
+    training_id: str
+    """An id for this training, if it begins here: rank 0's HOLDFAST_RUN_ID, or else a random word."""
 
 
 def take_folder(path: Location, peers: Peers, lease: FolderLease | None, lost: int = 0) -> TakenFolder:
@@ -45,6 +47,9 @@ def take_folder(path: Location, peers: Peers, lease: FolderLease | None, lost: i
             lease = lease or leases.acquire(path, run_id, lost=lost, job_uid=job_uid)
             facts = {"number": lease.number, "line": lease.line, "rescue": rescue_attempt()}
             facts |= {"secret": secrets.token_hex(32), "folder_id": lease.folder_id}
+            # Without an id from the launcher (the default of --rdzv-id is the same for all jobs) one is made, once:
+            # later lives find it in the snapshots.
+            facts["training_id"] = os.environ.get("HOLDFAST_RUN_ID") or secrets.token_hex(6)
         except HoldfastError as error:
             failure, facts = error, {"error": str(error)}
 
@@ -66,7 +71,13 @@ def take_folder(path: Location, peers: Peers, lease: FolderLease | None, lost: i
             lease.release()
         raise
     return TakenFolder(
-        path, lease, int(facts["number"]), int(facts["rescue"]), str(facts["secret"]), str(facts["folder_id"])
+        path,
+        lease,
+        int(facts["number"]),
+        int(facts["rescue"]),
+        str(facts["secret"]),
+        str(facts["folder_id"]),
+        str(facts["training_id"]),
     )
 
 

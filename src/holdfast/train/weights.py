@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.protocol.errors import NoValidSnapshotError, StateMismatchError
+from holdfast.protocol.errors import NoSnapshotError, StateMismatchError
 from holdfast.train import state_codec as codec
 from holdfast.train.reading import Saved, opened
 from holdfast.train.snapshots import folder as folders
@@ -34,7 +34,7 @@ def load_weights(model: nn.Module, folder_or_snapshot: str | os.PathLike[str], *
     strict   False: tensors that are on one side only are named in a warning, and numbers are converted to the
              model's types
 
-    Raises StateMismatchError if the model does not fit, NoValidSnapshotError without a snapshot, SnapshotError.
+    Raises StateMismatchError if the model does not fit, NoSnapshotError without a snapshot, SnapshotError.
     """
     snapshot = _snapshot(folder_or_snapshot)
     with opened(snapshot) as saved:
@@ -65,7 +65,7 @@ def _snapshot(given: str | os.PathLike[str]) -> Snapshot:
         return folders.inspect(path)
     found = folders.choose(folders.survey(path))
     if found is None:
-        raise NoValidSnapshotError(f"{path} holds no snapshot")
+        raise NoSnapshotError(f"{path} holds no snapshot")
     return found
 
 

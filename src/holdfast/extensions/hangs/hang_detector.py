@@ -259,7 +259,7 @@ class HangDetector:
         finding = self._examine(stories)
         if suspicion.store:
             return self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
-        if len(stories) < len(self._throughput.ranks):
+        if self._throughput.in_stage[Stage.DONE]:
             return _about_the_last(finding)
         return finding
 
