@@ -25,16 +25,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.assertion import rewrite
 
 from tests.support import ports
 from tests.support.limits import limit_s, slowness
-
-if TYPE_CHECKING:
-    from tests.warm import Warm
 
 LEAK_GRACE_S = 1.0
 """The product promises that nothing is alive one second after its end, on a quiet machine."""
@@ -402,9 +398,10 @@ def warm() -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
-def torch_lacks(warm: Warm) -> dict[str, str]:
-    """The reasons for which this torch is too old for some tests."""
-    done = warm.run([Path(__file__).parent / "train" / "scripts" / "torch_lacks.py"])
+def torch_lacks() -> dict[str, str]:
+    """The reasons for which this torch is too old for some tests. Not asked of `warm`, which may serve jobs already."""
+    line = [sys.executable, str(Path(__file__).parent / "train" / "scripts" / "torch_lacks.py")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found

@@ -231,6 +231,7 @@ def test_an_export_has_every_name(tmp_path: Path, kind: str) -> None:
     assert bits(state["head.weight"]) == bits(model.embed.weight)
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_tied_over_ranks(warm: Warm, tmp_path: Path) -> None:
     """DDP and FSDP2, where a rank may hold nothing of the tensor; from memory and from the disk."""
     for name, found in warm.found(SCRIPT, "tied", tmp_path).items():
