@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,14 +52,20 @@ class Job:
     """Agents of one launcher on pretend hosts."""
 
     def __init__(
-        self, launcher: Launcher, hosts: PretendHosts, folder: Path, flags: tuple[str, ...], script: str
+        self,
+        launcher: Launcher,
+        hosts: PretendHosts,
+        folder: Path,
+        flags: tuple[str, ...],
+        script: str,
+        arguments: Sequence[str],
     ) -> None:
         self.hosts = hosts
         self.folder = folder
         self.agents: dict[int, Program] = {}
         """The newest on each host."""
         self._launcher = launcher
-        self._script = SCRIPTS / script
+        self._script = (SCRIPTS / script, *arguments)
         self._flags = (*flags, "--nproc-per-node", "1", "--max-restarts", "3")
         self._trail = folder / "steps.jsonl"
         self._trail.touch()
@@ -70,7 +76,7 @@ class Job:
         began_s = time.monotonic()
         env = environment(self.folder, {**self._launcher.env, "OMP_NUM_THREADS": "1"})
         clean = ("env", "--ignore-environment", *(f"{name}={value}" for name, value in env.items()))
-        command = (*self._launcher.command, *self._flags, "--log-dir", self._logs(number), self._script)
+        command = (*self._launcher.command, *self._flags, "--log-dir", self._logs(number), *self._script)
         with self._screen(number).open("ab") as screen:
             self.agents[number] = self.hosts[number].start([*clean, *command], cwd=self.folder, stdout=screen)
         return began_s
@@ -159,6 +165,7 @@ def job(
     backend: str = "c10d",
     endpoint: str = "node1:29400",
     script: str = "ddp_steps.py",
+    arguments: Sequence[str] = (),
     prepare: Callable[[PretendHosts], None] = lambda _: None,
 ) -> Iterator[Job]:
     """Hosts and a job to start on them; all is gone at the end. `prepare` gets the hosts before any agent is started."""
@@ -169,4 +176,4 @@ def job(
         except (RuntimeError, AssertionError) as error:
             raise BenchmarkError(f"the pretend hosts do not stand: {error}") from error
         flags = ("--nnodes", nnodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "elastic")
-        yield Job(launcher, pretended, folder, flags, script)
+        yield Job(launcher, pretended, folder, flags, script, arguments)

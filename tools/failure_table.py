@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.named_tests import exists, short
+
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "failures.md"
 DATA = ROOT / "tools" / "failures.toml"
@@ -154,11 +156,6 @@ def disk_section(rows: tuple[DiskRow, ...]) -> str:
     return DISK_HEAD + "\n".join(lines) + "\n"
 
 
-def short(test: str) -> str:
-    """`test_x.py::test_y`, without the folder: names of test files are unique."""
-    return f"`{test if test.startswith('scenarios/') else test.rpartition('/')[2]}`"
-
-
 def anchor(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
@@ -172,12 +169,3 @@ def missing() -> list[str]:
     named = {test for failure in failures for entry in failure.entries for test in entry.tests}
     named.update(test for each in disks() for test in each.tests)
     return sorted(test for test in named.union(everywhere) if not exists(test))
-
-
-def exists(test: str) -> bool:
-    file, _, function = test.partition("::")
-    path = ROOT / "tests" / file
-    if not path.is_file() or (not function and path.suffix == ".py"):
-        return False
-    found = re.search(rf"^(async )?def {function}\(", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return not function or found is not None

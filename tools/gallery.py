@@ -142,10 +142,10 @@ def loss_picture(calm: Sequence[Dot], killed: Sequence[Dot], killed_at: int) -> 
         label(x.at(killed_at) + 6, 32, f"rank 1 is killed after step {killed_at}", RED),
     ]
     lives = sorted({each.life for each in killed})
-    for life in lives:
-        lines.append(
-            curve(x, y, [each for each in killed if each.life == life], BLUE if life % 2 == 0 else ORANGE, 1.5)
-        )
+    lines += [
+        curve(x, y, [each for each in killed if each.life == life], BLUE if life % 2 == 0 else ORANGE, 1.5)
+        for life in lives
+    ]
     again = [each.step for each in killed if each.life == lives[-1]]
     lines += [
         label(WIDTH - 270, 62, "grey: the same job without a failure", "#777777"),
@@ -167,8 +167,8 @@ def course_picture(report: Mapping[str, Any]) -> str:
         lines.append(
             f'<rect x="{left}" y="20" width="{max(0.5, round(right - left, 1))}" height="28" fill="{colour}"/>'
         )
-    for second in range(0, int(x.high) + 1, max(1, round(x.high / 10))):
-        lines.append(label(x.at(second), 64, f"{second} s", INK, "middle"))
+    seconds = range(0, int(x.high) + 1, max(1, round(x.high / 10)))
+    lines += [label(x.at(second), 64, f"{second} s", INK, "middle") for second in seconds]
     for row, each in enumerate(report["generations"]):
         # Not the reason in the report: that is who reported a failure first, which may be a victim.
         cause = report["causes"].get(each["generation"] - 1, each["why"])
@@ -198,8 +198,7 @@ def short(cause: str) -> str:
 def axes(x: Scale, y: Scale, x_name: str, y_name: str) -> list[str]:
     bottom = HEIGHT - MARGIN
     lines = [f'<path d="M{MARGIN} 20V{bottom}H{WIDTH - 20}" fill="none" stroke="{INK}"/>']
-    for step in range(0, int(x.high) + 1, 20):
-        lines.append(label(x.at(step), bottom + 18, str(step), INK, "middle"))
+    lines += [label(x.at(step), bottom + 18, str(step), INK, "middle") for step in range(0, int(x.high) + 1, 20)]
     for part in range(5):
         value = y.high * part / 4
         lines.append(label(MARGIN - 6, y.at(value) + 4, f"{value:.1f}", INK, "end"))

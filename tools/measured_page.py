@@ -57,13 +57,14 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "survive-node",
         "survive-random",
         "survive-cost",
+        "survive-sharded",
     ),
     "Nodes that join, leave and fail": ("elastic",),
     "Loss of the coordinator's node": ("succession",),
     "Many nodes": ("form8", "form32", "form64", "form128", "form-shared", "scale"),
     "Snapshots": ("train", "store"),
     "Hangs and verdicts": ("diagnosis", "no-alarm"),
-    "Cost while training": ("idle", "progress", "profile", "tee"),
+    "Cost while training": ("idle", "progress", "profile", "replica-cost", "tee"),
 }
 """The rows of each section, by name or by group."""
 

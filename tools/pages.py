@@ -22,6 +22,7 @@ from tools import (
     reference_options,
     reference_python,
     reference_variables,
+    survive_table,
 )
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -36,6 +37,7 @@ PAGES: dict[Path, Callable[[], str]] = {
         reference_options,
         reference_python,
         reference_variables,
+        survive_table,
     )
 } | json_schemas.PAGES
 

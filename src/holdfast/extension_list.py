@@ -114,11 +114,13 @@ EXTENSIONS = (
         commands={"dashboard": "show a job as a page in the browser: running, or ended; or the list of all"},
         begins=lambda options: options.dashboard is not None,
     ),
+    Extension("health", begins=lambda options: bool(options.health_command) or options.preflight != "off"),
     Extension("load", follows=True),
     Extension("metrics", begins=lambda options: options.metrics is not None or options.health is not None),
     Extension("notices", begins=lambda options: bool(options.notify)),
     Extension("otel", begins=lambda options: options.otel is not None),
     Extension("torch_events", begins=lambda options: options.event_log_handler == "console"),
+    Extension("caches", begins=lambda options: options.cache_dir is not None),
     Extension("saver", begins=lambda _options: True),
     Extension("hangs", follows=True, begins=lambda _: False),  # on a node the first order to sample is soon enough
     Extension("stragglers", follows=True, begins=lambda _: False),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import compile_caches
 from tests.beside_torchrun.beside import PROBE, Launchers, Line
 from tests.beside_torchrun.compare import INTENDED, RUN_PATH, differences
 from tests.support.tables import tables
@@ -105,7 +106,7 @@ def world(environments: list[dict[str, str]]) -> list[dict[str, str]]:
     first = min(groups, key=lambda role: groups[role][0])
     assert {env["ROLE_NAME"] for env in environments if env["RANK"] == "0"} == {first}
     ordered = sorted(environments, key=lambda env: (env["ROLE_NAME"], env["ROLE_RANK"]))
-    shared_out = {"OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"}
+    shared_out = {"OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS", *compile_caches.VARIABLES}
     return [{name: value for name, value in env.items() if name not in RANKS | shared_out} for env in ordered]
 
 

@@ -112,14 +112,14 @@ def test_what_is_done_about_hangs(line: str, environ: dict[str, str], said: str)
 
 def test_the_whole_plan_of_a_static_node(tmp_path: Path) -> None:
     text, _, _ = plan(
-        "--nnode 2 --node-rank 1 --nproc-per-node 2 --master-addr h --log-dir /l --role r train.py '$local_rank'"
+        "--nnode 2 --node-rank 1 --nproc-per-node 2 --master-addr h --log-dir /l --role r --cache-dir off train.py '$local_rank'"
     ).partition(f"\n\n{HEAD}\n")
     assert (
         text
         == f"""\
 holdfast would run this; nothing was started.
 
-not default   --nnodes 2, --nproc-per-node 2, --node-rank 1, --role r, --master-addr h, --log-dir /l
+not default   --nnodes 2, --nproc-per-node 2, --node-rank 1, --role r, --master-addr h, --cache-dir off, --log-dir /l
 job           id none, up to 0 restarts after worker failures
 nodes         2; this one is node 1
 rendezvous    static at h:29500, waits 900 s for 2
@@ -129,11 +129,13 @@ token         none
 workers here  2
 threads       OMP_NUM_THREADS=3: 6 CPUs for 2 workers
 compilers     TORCHINDUCTOR_COMPILE_THREADS=3: processes of torch.compile for each worker
+caches        off: each library keeps compiled kernels in its own place
 preload       none (train.py imports nothing that is built on torch)
 standby       none
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
 drain         scripts that call should_stop() go to their next safe point within 60 s, on any of these except SIGINT and SIGQUIT
 hang          no step for 12 s and 20 steps (at most 300 s): all stacks are sampled; restart if none changes for 300 s
+time-outs     fence 4 s, lease 6 s, hang 312 s, process group 1800 s
 logs          /l/none_<random>/attempt_0/<local rank>/
 notice        --nnode taken as --nnodes
 

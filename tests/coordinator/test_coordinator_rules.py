@@ -444,6 +444,17 @@ def test_the_view_has_the_steps_of_the_job_and_the_process() -> None:
     assert [(rank.steps, rank.counts_job, rank.pid) for rank in ranks] == [(105, True, 4711), (5, False, 0)]
 
 
+def test_the_view_says_which_ranks_wait_as_spares_and_why() -> None:
+    harness = two_of_three()
+    assert (harness.machine.view(harness.now).spares, harness.machine.view(harness.now).spares_why) == ((), "")
+    harness.say(2, msg.Progress(1, (RankProgress(0, Stage.SPARE),)))
+    view = harness.machine.view(harness.now)
+    assert view.spares == (1,)
+    assert view.spares_why == (
+        "rank 1 waits as a spare: ht.survive(ranks=…) uses fewer than the 2 ranks that are there"
+    )
+
+
 def test_the_view_counts_the_training_of_earlier_generations() -> None:
     harness = training(max_restarts=1)
     harness.fail(2)

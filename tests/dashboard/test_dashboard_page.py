@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from holdfast.cli import main
 from holdfast.dashboard.job_source import ShownJob
 from holdfast.protocol.outcome import Outcome, OutcomeKind
-from holdfast.protocol.rank_progress import Frame, RankStack, StacksView
+from holdfast.protocol.rank_progress import Frame, RankStack, StacksView, Stage
 from tests.dashboard.test_dashboard_server import STORY, log_job, view
 from tests.support.limits import until
 from tests.support.pages import MadeUpJob, axe, browsing, served
@@ -275,6 +275,19 @@ def test_a_hang_is_seen_in_one_look(theme: str) -> None:
         assert axe(page) == []
         assert page.problems == []
         assert all(url.startswith((dashboard.address, "data:")) for url in page.requests)
+
+
+def test_a_spare_is_shown_with_the_reason() -> None:
+    told_of = view()
+    first, second = told_of.nodes
+    waits = replace(second.ranks[1], stage=Stage.SPARE)
+    nodes = (first, replace(second, ranks=(second.ranks[0], waits)))
+    now = replace(told_of, nodes=nodes, spares=(3,), spares_why="rank 3 waits as a spare: they do not fit")
+    with served(MadeUpJob(now, told())) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#state >> text=rank 3 waits as a spare: they do not fit")
+        assert page.get_attribute("#grid", "aria-label") == "4 ranks: 3 stepping, 1 spare"
+        assert "spare" in page.inner_text("#ranks .keys")
+        assert page.problems == []
 
 
 def test_a_page_is_small() -> None:

@@ -88,6 +88,15 @@ def test_why_and_notices() -> None:
     assert lines[-1] == "rank 3 is slow"
 
 
+def test_a_spare_has_no_step_and_a_line_says_why_it_waits() -> None:
+    lines = status_lines(
+        view(node("a", 0, rank(0), rank(1, 7, stage=Stage.SPARE)), spares=(1,), spares_why="it is one")
+    )
+    assert lines[1].startswith("step 120 since")
+    assert "it is one" in lines
+    assert lines[-1].split()[:5] == ["1", "a", "1", "spare", "250"]
+
+
 def test_ranks_of_a_hang_are_not_stepping() -> None:
     """The coordinator says what each does in it; a rate of steps is none of now."""
     waits = msgspec.structs.replace(rank(0), standing=Standing.WAITING, place="waits in all_reduce at train.py:42")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from holdfast.protocol.errors import EXIT_REQUEUE
-from tests.processes.conftest import Agent, JobFolder, c10d, coordinators_first, holdfast
+from tests.processes.conftest import Agent, JobFolder, c10d, coordinators_first, holdfast, told
 from tests.support.limits import until
 from tests.warm import Warm
 from tests.warm_jobs import Started, WarmJobs
@@ -80,6 +80,7 @@ def test_the_others_go_on_and_a_replacement_joins(job_folder: JobFolder) -> None
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_sharded_model_is_made_again_for_the_ranks_that_are_there(job_folder: JobFolder) -> None:
     """A state is in memory each 30 steps; before a replacement joins, the ranks save theirs, so no step is lost then."""
     case = json.dumps({"epochs": 60, "memory": 30, "faults": [[1, "backward", 37]]})
@@ -98,6 +99,7 @@ def test_a_sharded_model_is_made_again_for_the_ranks_that_are_there(job_folder: 
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_spare_comes_to_the_safe_point_at_which_a_replacement_joins(job_folder: JobFolder) -> None:
     """It makes no steps, and the others make no more than they have to."""
     case = {"epochs": 60, "memory": 30, "kind": "hsdp", "multiple": 2, "nothing of its own": True}
@@ -108,6 +110,42 @@ def test_a_spare_comes_to_the_safe_point_at_which_a_replacement_joins(job_folder
     worlds = [[world for _, _, world, *_ in each["calls"]] for each in found]
     assert worlds == [[4, 2, 4], [4], [4, 2, 4], [4, 4]], agent.text
     assert {each["generation"]: each["steps_lost"] for each in agent.events("went_on")}[3] == 0
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
+def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
+    case = {"epochs": 60, "memory": 30, "kind": "hsdp", "multiple": 2, "nothing of its own": True}
+    case["faults"] = [[1, "backward", 37], [0, "build again", 0, "wait"]]
+    line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "1", SHARDED)
+    agent = job_folder.start(*line, job_folder.folder, json.dumps(case))
+    until((job_folder.folder / "fault.1").exists, lambda: agent.text, LIMIT_S)
+    status = until(lambda: (seen := told("status", agent.folder.name))["spares"] and seen, lambda: agent.text, LIMIT_S)
+    (waits,) = [rank for node in status["nodes"] for rank in node["ranks"] if rank["stage"] == "spare"]
+    assert [waits["rank"]] == status["spares"] == [2]
+    why = "rank 2 waits as a spare: ht.survive(ranks=…) uses fewer than the 3 ranks that are there"
+    assert status["spares_why"] == why
+    assert why in holdfast("status", agent.folder.name).stdout
+    (job_folder.folder / "go on after 0").touch()
+    assert agent.end(LIMIT_S) == 0, agent.text
+
+
+def test_a_stopped_rank_of_a_sharded_model_keeps_no_other_from_going_on(job_folder: JobFolder) -> None:
+    """Rank 1 is killed. Rank 2 is stopped, so it neither leaves its operation nor ends its part of the others'."""
+    case = json.dumps({"epochs": 60, "memory": 6, "faults": [[1, "forward", 20, "wait"]]})
+    line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "2", SHARDED)
+    agent = job_folder.start(*line, job_folder.folder, case)
+    until((job_folder.folder / "fault.0").exists, lambda: agent.text, LIMIT_S)
+    pids = {each["local_rank"]: each["pid"] for each in agent.events("worker_started")}
+    os.kill(pids[2], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    assert agent.end(LIMIT_S) == 0, agent.text
+    found = ends(job_folder, 4)
+    processes = [{process for process, *_ in each["calls"]} for each in found]
+    assert processes[0] == {pids[0]}, agent.text
+    assert processes[3] == {pids[3]}, agent.text
+    assert [world for _, _, world, *_ in found[0]["calls"]][:2] == [4, 2], agent.text
+    assert [(step, source) for *_, step, source, _ in found[0]["calls"]][1] == (18, "memory")
+    assert len({str(each["parameters"]) for each in found}) == 1
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
@@ -238,6 +276,7 @@ def test_a_node_that_leaves_ends_no_other_process(job_folder: JobFolder, endpoin
     assert not (job_folder.folder / f"end.{leaver}").exists()
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_node_that_leaves_a_sharded_model_saves_its_part_for_the_others(job_folder: JobFolder, endpoint: str) -> None:
     """Its memory goes with it, so the ranks save to the disk at the safe point, and no step is lost."""
     agents = three_nodes(job_folder, endpoint, 2, script=SHARDED, steps=20, memory=100)
@@ -249,6 +288,7 @@ def test_a_node_that_leaves_a_sharded_model_saves_its_part_for_the_others(job_fo
     assert {each["steps_lost"] for agent in agents[:2] for each in agent.events("went_on")} == {0}
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_lost_nodes_part_of_a_sharded_model_comes_from_its_copy(job_folder: JobFolder, endpoint: str) -> None:
     """All that was on the node is gone. The others have a copy of its state of step 18, and nothing is on the disk."""
     agents = three_waiting(job_folder, endpoint, 2, script=SHARDED, steps=20, memory=6, copies=1)
@@ -396,15 +436,15 @@ def test_a_lost_node_s_state_comes_from_another_node_s_memory(job_folder: JobFol
     assert newcomer.end(LIMIT_S) == 0, newcomer.text
     before: dict[int, str] = {}
     for rank in range(4):
-        told = steps_of(job_folder, rank)
-        first = next(number for number, each in enumerate(told) if each[1])
-        step, source, fingerprint = told[first]
+        done = steps_of(job_folder, rank)
+        first = next(number for number, each in enumerate(done) if each[1])
+        step, source, fingerprint = done[first]
         assert source == "memory", newcomer.text
-        assert [each[2] for each in told[:first] if each[0] == step] == [fingerprint]  # bit for bit
-        assert told[first - 1][0] - step <= 2 * 4
+        assert [each[2] for each in done[:first] if each[0] == step] == [fingerprint]  # bit for bit
+        assert done[first - 1][0] - step <= 2 * 4
         before[rank] = step
     assert len(set(before.values())) == 1
     assert any(each.get("ahead") for each in newcomer.events("snapshot_fetched")), "fetched while its workers started"
-    told = holdfast("report", *(each.folder for each in [*agents, newcomer]))
-    assert f": resumed from copies on other nodes at step {before[0]}; " in told.stdout
-    assert "copies on other nodes: " in told.stdout
+    report = holdfast("report", *(each.folder for each in [*agents, newcomer]))
+    assert f": resumed from copies on other nodes at step {before[0]}; " in report.stdout
+    assert "copies on other nodes: " in report.stdout

@@ -132,6 +132,15 @@ def test_who_has_ended_makes_no_progress() -> None:
     assert [pace.rank for pace in world.alive()] == [1]
 
 
+def test_a_spare_neither_trains_nor_hides_that_nobody_does() -> None:
+    world = throughput()
+    world.heard("b#1", [steps(0, 9)], 110.0)
+    assert world.heard("b#1", [RankProgress(0, Stage.SPARE, 9, pid=7)], 111.0), "a stage"
+    assert not world.heard("b#1", [RankProgress(0, Stage.SPARE, 900, beats=900, pid=7)], 120.0)
+    assert (world.newest_s, world.ranks[2].steps, world.ranks[2].pid) == (110.0, 9, 7)
+    assert ([pace.rank for pace in world.alive()], [pace.rank for pace in world.spares()]) == ([0, 1], [2])
+
+
 @pytest.mark.parametrize("nonsense", [steps(0, -5), steps(99, 50), steps(-1, 50), steps(0, 50, age_s=-7.0)])
 def test_nonsense_harms_nobody(nonsense: RankProgress) -> None:
     world = throughput()

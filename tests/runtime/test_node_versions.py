@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from holdfast.protocol.options import CommandKind, WorkerCommand
-from holdfast.supervisor.worker_command import node_versions
+from holdfast.supervisor.worker_command import backends_text, node_versions
 from holdfast.version import __version__
 
 TORCH = "from typing import Optional\n__all__ = []\n__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\ngit_version = 'x'\n"
@@ -73,3 +75,38 @@ def test_nothing_is_imported() -> None:
     before = set(sys.modules)
     node_versions(command(__file__))
     assert not {name for name in set(sys.modules) - before if name.partition(".")[0] in ("torch", "importlib")}
+
+
+NCCL_BY_A_SWITCH = 'if os.environ.get("TORCH_DIST_USE_NCCL2") == "0":'
+"""As in distributed_c10d.py of torch 2.15."""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "source", "environ", "text"),
+    [
+        ("None", NCCL_BY_A_SWITCH, {}, "gloo (torch is built without GPUs)"),
+        ("'12.6'", "", {"TORCH_DIST_USE_NCCL2": "0"}, "gloo on CPUs, nccl on GPUs"),
+        (
+            "'13.0'",
+            NCCL_BY_A_SWITCH,
+            {},
+            "gloo on CPUs, nccl on GPUs, which is nccl2 (TORCH_DIST_USE_NCCL2=0 for nccl-legacy)",
+        ),
+        (
+            "'13.0'",
+            NCCL_BY_A_SWITCH,
+            {"TORCH_DIST_USE_NCCL2": "0"},
+            "gloo on CPUs, nccl on GPUs, which is nccl-legacy by TORCH_DIST_USE_NCCL2=0",
+        ),
+    ],
+)
+def test_which_backend_nccl_is(tmp_path: Path, cuda: str, source: str, environ: dict[str, str], text: str) -> None:
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    version = f"__version__ = '2.15.0'\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n"
+    (tmp_path / "torch" / "version.py").write_text(version)
+    (tmp_path / "torch" / "distributed" / "distributed_c10d.py").write_text(source)
+    assert backends_text(["/nowhere", str(tmp_path)], environ) == text
+
+
+def test_without_torch_no_backend_is_named() -> None:
+    assert backends_text(["/nowhere"], {}) == ""

@@ -20,6 +20,7 @@ from tests.simulation.test_checkers import SEEDS, first_broken_promise, with_bro
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.drawn import DrawnAgent
 from tests.support.simulator.faults import FaultOptions
+from tests.support.simulator.sweep import MULTIPLES, report, run_seeds
 
 SURVIVING = SimOptions(
     min_nodes=1,
@@ -63,6 +64,22 @@ def test_the_others_go_on_when_nodes_leave() -> None:
         *("n1 leaves; ", " leave; ", " is leaving (SIGTERM); ", " has left; ", "1 rank goes on"),
         "is leaving, it has the coordinator, and no other node can take over",
     ):
+        assert words in told, words
+
+
+def test_every_promise_holds_where_some_ranks_do_not_fit() -> None:
+    tally = run_seeds(0, SEEDS, MULTIPLES)
+    assert not tally.failures, report(tally)
+
+
+def test_ranks_that_do_not_fit_are_spares_until_they_fit_again() -> None:
+    """Nothing of it would break a promise if all ranks fitted always."""
+    limits = Limits(join_s=120.0, stop_grace_s=5.0, hang_report_s=10.0, hang_timeout_s=20.0)
+    faults = replace(SURVIVING.faults, hangs=2)
+    told = stories(
+        replace(SURVIVING, multiple=2, nproc_max=2, steps=True, limits=limits, faults=faults), seeds=SEEDS // 2
+    )
+    for words in ("are spares of generation", "the model does not fit", "coordinator: replaced", "coordinator: hang {"):
         assert words in told, words
 
 

@@ -11,7 +11,7 @@ import pytest
 from holdfast.agent.events import Event, WorkersProgress
 from holdfast.protocol import board_layout as layout
 from holdfast.protocol.messages import Start
-from holdfast.protocol.rank_progress import RankSample
+from holdfast.protocol.rank_progress import RankSample, Stage
 from holdfast.supervisor import board as board_module
 from holdfast.supervisor.board import Board, Observer
 from tests.support.limits import limit_s
@@ -73,6 +73,24 @@ def test_progress_is_told_again_and_again_until_it_stops() -> None:
         assert post.told == []
 
     observe(act)
+
+
+def test_a_spare_is_told_as_one_and_its_old_step_is_not_the_jobs() -> None:
+    board = Board(2)
+    try:
+        for rank, step in enumerate((50, 30)):
+            board._words[layout.slot(rank) + layout.AT] = step + 1
+            board._words[layout.slot(rank) + layout.TOTAL] = 100
+        board._words[layout.slot(1) + layout.BEATS] = 5
+        assert board.job_position() == (30, 100)
+        board._words[layout.slot(0) + layout.SAVES] = 1
+        assert not board.all_save([0, 1])
+        board._words[layout.slot(1) + layout.SPARE] = 1
+        assert board.job_position() == (50, 100)
+        assert board.all_save([0, 1])
+        assert [each.stage for each in board.progress(0)] == [Stage.STARTING, Stage.SPARE]
+    finally:
+        board.close()
 
 
 def samples_of(generation: int) -> tuple[tuple[RankSample, ...], list[str]]:

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import LOOK_SIGNAL
-from holdfast.protocol.rank_progress import KernelWait, RankSample
+from holdfast.protocol.rank_progress import Collective, KernelWait, RankSample
 from holdfast.supervisor import processes
 from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
@@ -605,3 +605,65 @@ def test_without_an_exception_nothing_is_handled(board: Board, start: Start, end
     process = start("import time\nprint('up')\n" + end)
     assert look(board, process, times=2)[0].handles == ""
     assert process.poll() is None
+
+
+RECORDED = """
+import os, sys, threading, types
+from importlib.machinery import SourceFileLoader
+package = {package!r}
+layout = SourceFileLoader("layout", package + "/protocol/board_layout.py").load_module()
+worker = SourceFileLoader("worker", package + "/extensions/hangs/worker.py").load_module()
+worker.layout = layout
+entry = '{{"process_group": ["0", "default_pg"], "pg_id": 0, "collective_seq_id": 812, "p2p_seq_id": 0, "is_p2p": false,'
+entry += '"profiling_name": "gloo:all_reduce", "input_sizes": [[4096]], "input_dtypes": ["Float"], "state": "scheduled",'
+entry += '"retired": false, "time_created_ns": 9000000000000000000}}'
+native = types.SimpleNamespace(FlightRecorderHook=None)
+native._dump_fr_trace_json = lambda *_: '{{"pg_status": {{}}, "entries": [' + entry + "]}}"
+sys.modules["torch._C._distributed_c10d"] = native
+c10d = types.SimpleNamespace(_world=types.SimpleNamespace(pg_backend_config={{1: "cpu:gloo,cuda:gloo"}}))
+path, _, slot = os.environ["HOLDFAST_BOARD"].rpartition("@")
+import mmap
+words = memoryview(mmap.mmap(os.open(path, os.O_RDWR), 0)).cast("Q")
+recorder = worker.Recorder(c10d)
+recorder.serve(os.path.dirname(path), words, int(slot))
+asks = words[int(slot) + layout.RECORDER]
+{then}
+"""
+"""A program with a torch of its own, whose flight recorder has one collective."""
+
+
+def recorded(then: str) -> str:
+    return RECORDED.format(package=str(Path(stack_sampler_module.__file__).parents[1]), then=then)
+
+
+def test_a_worker_whose_main_thread_waits_answers_which_collective_it_is_in(
+    board: Board, start: Start, tmp_path: Path
+) -> None:
+    process = start(recorded("print('up')\nthreading.Lock().acquire() and threading.Event().wait()"))
+    for times in (1, 2):
+        (sample,) = look(board, process, folder=tmp_path, times=times)
+        assert sample.collectives == (Collective("default_pg", 812, "all_reduce", "[4096] float32"),)
+    assert "collective 812 of default_pg: all_reduce [4096] float32, not done\n" in Path(sample.file).read_text()
+
+
+def test_a_worker_that_keeps_the_interpreters_lock_does_not_answer_and_has_its_stack(
+    board: Board, start: Start
+) -> None:
+    process = start(recorded(HOLDS_THE_LOCK))
+    (sample,) = look(board, process)
+    assert sample.collectives == ()
+    assert sample.frames[0].function == "native"
+
+
+def test_nothing_is_written_into_a_descriptor_that_the_program_uses_for_something_else(
+    board: Board, start: Start, tmp_path: Path
+) -> None:
+    """A program may close all descriptors but its own, as a daemon does."""
+    theirs = tmp_path / "theirs"
+    os.mkfifo(theirs)
+    then = f"os.dup2(os.open({str(theirs)!r}, os.O_RDWR), asks)\nos.set_blocking(asks, False)\nprint('up')\n"
+    process = start(recorded(then + "import time\ntime.sleep(600)"))
+    (sample,) = look(board, process)
+    assert sample.collectives == ()
+    with open(theirs, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as pipe:
+        assert pipe.read(1) is None, "it is empty, and still open"

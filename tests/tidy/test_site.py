@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.support.limits import limit_s
-from tools import failure_table, pages, reference_variables
+from tools import failure_table, pages, reference_variables, survive_table
+from tools.named_tests import exists
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
@@ -87,21 +89,22 @@ def test_a_page_made_from_the_code_is_current(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == pages.PAGES[path](), "run `make fmt`"
 
 
-def test_every_test_in_the_failure_table_is_there() -> None:
-    assert not failure_table.missing()
+@pytest.mark.parametrize("table", [failure_table, survive_table], ids=lambda table: table.PATH.stem)
+def test_every_test_in_a_table_is_there(table: ModuleType) -> None:
+    assert not table.missing()
 
 
 def test_a_test_that_is_not_there_is_missed() -> None:
-    assert not failure_table.exists("processes/test_restarts.py::test_that_nobody_wrote")
-    assert not failure_table.exists("scenarios/nobody_wrote.txt")
-    assert failure_table.exists("processes/test_restarts.py::test_all_ranks_begin_again")
+    assert not exists("processes/test_restarts.py::test_that_nobody_wrote")
+    assert not exists("scenarios/nobody_wrote.txt")
+    assert exists("processes/test_restarts.py::test_all_ranks_begin_again")
 
 
 def test_every_test_that_a_page_names_is_there() -> None:
     gone = []
     for path in [*DOCS.rglob("*.md"), *BESIDE]:
         for file, function in TEST.findall(path.read_text(encoding="utf-8")):
-            known = (ROOT / file).exists() if not function else failure_table.exists(f"{file}::{function}"[6:])
+            known = (ROOT / file).exists() if not function else exists(f"{file}::{function}"[6:])
             if not known:
                 gone.append(f"{path.name}: {file} {function}")
     assert not gone

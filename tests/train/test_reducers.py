@@ -198,7 +198,7 @@ def test_what_cannot_be_carried_is_known_before_training(jobs: WarmJobs) -> None
     reasons = found["reasons"]
     assert {name: reasons.pop(name) for name in CARRIED} == dict.fromkeys(CARRIED, "")
     assert {name: why for name, why in reasons.items() if CANNOT[name] not in why} == {}
-    assert reasons.keys() == CANNOT.keys()
+    assert reasons.keys() == CANNOT.keys() - ({"mixed_precision"} if found["no_device"] else set())
     buckets, needing = found["resumed"]
     assert [*chain.from_iterable(buckets)] == ["first.bias", "first.weight", "second.bias", "second.weight"]
     assert needing == [False, True, True, True], "it stays frozen, and in its bucket"

@@ -204,6 +204,30 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
     assert {each["a traceback"] for each in ends} == {1}, "it names the rank once, however often the world has changed"
 
 
+def test_replicas_are_compared_in_each_world_and_a_loss_is_no_difference(jobs: WarmJobs, tmp_path: Path) -> None:
+    """Compared after each step. The first rank is lost while the others wait for its digests."""
+    reference = undisturbed(jobs, tmp_path / "reference", checked=True)
+    losses = [(1, "check", 3), (2, "backward", 8), (1, "optimizer", 12), (0, "gradients", 17)]
+    with started(jobs, tmp_path / "lost", checked=True, faults=[[*each, "kill"] for each in losses]) as agent:
+        for rank, _, _ in losses:
+            replaced(agent, rank)
+        ends = finished(agent, tmp_path / "lost")
+        assert "are not compared" not in str(agent.logs())
+    same(ends, reference, but="buffers")
+
+
+def test_replicas_are_compared_among_fewer_ranks(jobs: WarmJobs, tmp_path: Path) -> None:
+    faults = [[1, "forward", 3, "kill"], [0, "begin", 5, "wait"], [2, "gradients", 9, "flip"]]
+    with started(jobs, tmp_path, checked=True, faults=faults) as agent:
+        agent.ended([1])
+        shrunk(agent, 0, 2)
+        grown(agent, tmp_path / "go on after 5", 1)
+        assert agent.ended(WORLD) == [1, 1, 1]
+        logs = str(agent.logs())
+    assert "ReplicasDifferError: the replicas of Net differ after step 9: rank 2 differs from ranks 0 and 1" in logs
+    assert "in model.first.weight" in logs
+
+
 def test_rank_0_and_then_two_ranks_at_once(jobs: WarmJobs, tmp_path: Path) -> None:
     """What rank 0's own batch did to the averages of batch normalization was in its memory alone: there the job goes on with
     those of rank 1."""

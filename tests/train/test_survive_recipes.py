@@ -1,7 +1,6 @@
 """ht.survive: optimizers, loaders and tricks of usual training scripts, with a rank lost at each place of a step.
 
-The table of docs/train.md ("What ht.survive keeps") says what is exact, what is refused, and where a loss restarts all
-ranks; here are its rows.
+docs/survive.md says what is exact, what is refused, and where a loss restarts all ranks; here are its rows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,11 @@ from tests.warm_jobs import WarmJobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
 
-pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.xdist_group("torch survivors"),
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("meshes_made_again"),
+]
 
 
 def calls_of(end: dict[str, Any]) -> list[list[Any]]:
@@ -315,6 +319,17 @@ def test_a_number_of_ranks_that_do_not_all_train_is_refused(jobs: WarmJobs, tmp_
     with started(jobs, tmp_path / "three", SCRIPT, multiple=2) as agent:
         assert agent.ended([0, 1, 2]) == [1, 1, 1]
         assert "ProcessGroupError: ht.survive(ranks=…): 2 of 3 ranks would train: start 2" in agent.logs()
+
+
+def test_too_few_ranks_for_a_model_restart_all(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    """None of them would train, and nobody would end that."""
+    case = {"world": [0, 1], "multiple": 2, "faults": [(1, "forward", 4)]}
+    with started(jobs, tmp_path / "lost", SCRIPT, **case) as agent:
+        agent.ended([1])
+        agent.release([0])
+        agent.await_said([0], "gate", generation=2)
+        agent.go([0])
+        agent.await_said([0], "refuse", why="ProcessGroupError: ht.survive(ranks=…): 0 of 1 ranks would train")
 
 
 REPLICAS = {

@@ -12,15 +12,17 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.protocol.errors import NotFiniteError
+from holdfast.protocol.errors import IntervalError, NotFiniteError
 from holdfast.train.accumulation import NO_LOSS
 from holdfast.train.loss_watch import BAD_STEPS_MAX, SKIPPED_STEPS_MAX, LossWatch, _Reading, is_watched
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.changes import Keep
 from holdfast.train.snapshots.in_process import InProcessStaging
-from tests.train.conftest import damage
+from tests.train.conftest import SCRIPTS, damage
+from tests.warm import Warm
 
 pytestmark = pytest.mark.xdist_group("torch lives")
+SCRIPT = SCRIPTS / "replica_ranks.py"
 NAN, INF = float("nan"), float("inf")
 
 
@@ -175,6 +177,43 @@ def test_the_last_finite_snapshot_stays_and_is_preferred(tmp_path: Path, where: 
     assert last.resumed is not None
     assert last.resumed.step == 3
     last.snaps.close()
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("where", ["weight", "moment"])
+def test_with_stop_a_value_that_is_not_finite_ends_the_job_and_is_not_saved(tmp_path: Path, where: str) -> None:
+    run = Run(tmp_path, options=ht.SnapshotOptions(nonfinite="stop"))
+    run.steps(2)
+    run.snaps.save(wait=True)
+    run.steps(1)
+    poisoned = run.model.weight.detach() if where == "weight" else run.optimizer.state[run.model.weight]["exp_avg"]
+    poisoned[1, 1] = NAN
+    name = "model.weight" if where == "weight" else "optimizer.state.weight.exp_avg"
+    with pytest.raises(NotFiniteError, match=f"{name} of rank 0 has values that are not finite after step 3"):
+        run.snaps.save(wait=True)
+    run.snaps._abandon()
+    assert committed(tmp_path) == {2: True}
+
+
+def test_an_unknown_reaction_is_refused() -> None:
+    with pytest.raises(IntervalError, match="nonfinite='ignore'"):
+        ht.SnapshotOptions(nonfinite="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("action", ["report", "stop"])
+def test_the_first_rank_is_named_with_tensor_and_step(warm: Warm, tmp_path: Path, action: str) -> None:
+    """A shard of rank 1, in memory after each step, and on the disk after every second one."""
+    found = warm.found(SCRIPT, "poisoned", str(tmp_path), action)
+    text = "model.first.weight of rank 1 has values that are not finite after step 4"
+    said = found["said"]
+    if action == "stop":
+        assert all(each.startswith(f"HF412 {text}") for each in said)
+        assert [4, False] not in found["finite"]
+    else:
+        assert text in said[0]
+        assert said[1:] == ["", ""]
+        assert [4, False] in found["finite"]
+    assert found["resumed"] == [3, 3, 3], "the newest state in memory whose values are finite"
 
 
 @pytest.mark.usefixtures("plain")

@@ -17,7 +17,7 @@ from holdfast.cli.option_table import FLAG, FLOAT, INT, LAUNCH_OPTIONS, LIST, Op
 from holdfast.protocol.errors import ConfigFileError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from holdfast.cli.grammar import Configured
 
@@ -287,10 +287,14 @@ def user_name(uid: int) -> str:
 
 
 def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Configured:
-    """The settings of the files that --config and --no-config select; those of the project's file count more than the
-    user's. Raises UsageError, ConfigFileError."""
+    """The settings of the files that --config and --no-config select. Raises UsageError, ConfigFileError."""
+    return together(files(given, sources), given)
+
+
+def together(read: Iterable[ReadFile], given: Mapping[str, object]) -> Configured:
+    """The settings of these files, of which an earlier one counts more. Raises ConfigFileError."""
     found: dict[str, Setting] = {}
-    for file in files(given, sources):
+    for file in read:
         in_file = settings(file)
         if file.path != given["config"]:
             check_owner(file, in_file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from holdfast.cli import config, grammar
@@ -62,13 +62,18 @@ def main_config(argv: Sequence[str]) -> int:
 def show(argv: Sequence[str]) -> int:
     from holdfast.cli.under_slurm import complete
 
-    parsed = grammar.parse(argv, os.environ, OPTIONS, needs_script=False, configure=config.configure)
+    files: list[config.ReadFile] = []
+
+    def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> grammar.Configured:
+        files.extend(config.files(given, sources))
+        return config.together(files, given)
+
+    parsed = grammar.parse(argv, os.environ, OPTIONS, needs_script=False, configure=configure)
     if parsed.values.help:
         print(USAGE)
         return 0
     if "SLURM_STEP_ID" in os.environ:
         parsed, _ = complete(parsed, os.environ)
-    files = config.files(vars(parsed.values), parsed.sources)
     if parsed.values.json:
         print_json(ConfigData(files=[file.path for file in files], options=option_values(parsed)))
         return 0

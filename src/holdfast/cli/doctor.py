@@ -17,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import psutil
 
+from holdfast import compile_caches
 from holdfast.cli import config, grammar, print_version, say
 from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
@@ -57,6 +59,8 @@ USED = (
 )
 """Options of a run that matter here. The others are accepted, so that the line of a run can be checked as it is."""
 TIMEOUT_S_MAX = 3600.0
+CACHES_S_MAX = 2.0
+"""Limit of the time in which the size of the folder with compiled kernels is found out (s)."""
 LOCAL_TORCH_S_MIN = 60.0
 """Least limit for the import of torch, however short --timeout is."""
 BUSY_S = 2.0
@@ -121,7 +125,8 @@ def check(parsed: Parsed) -> Found:
     from holdfast.protocol.policy import Limits
 
     notices = list(parsed.notices)
-    rdzv = resolve(parsed, os.environ, patience=Limits(), notices=notices)
+    patience = Limits(hang_timeout_s=parsed.values.hang_timeout)
+    rdzv = resolve(parsed, os.environ, patience=patience, notices=notices)
     forget_secrets()
     for notice in notices:
         say(notice)
@@ -142,7 +147,9 @@ async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) ->
     from holdfast.doctor.facts import FactsRequest, gather_facts
     from holdfast.doctor.joint import JointResult, check_together
     from holdfast.doctor.local import examine as examine_facts
+    from holdfast.doctor.local import time_outs
     from holdfast.doctor.together import examine_together
+    from holdfast.protocol.time_outs import ladder
 
     python = interpreter(os.environ)
     timeout_s: float = parsed.values.timeout
@@ -164,7 +171,8 @@ async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) ->
     known = await facts
     await saying
 
-    findings = list(examine_facts(known))
+    rungs = ladder(rdzv.limits, os.environ, gpus=known.torch.gpus > 0, nodes=rdzv.job.max_nodes)
+    findings = [*examine_facts(known), time_outs(rungs)]
     if joint.check is not None:
         findings += examine_together(joint.check, joint.me)
     if joint.trouble is not None:
@@ -338,6 +346,10 @@ def software() -> Facts:
             facts[name] = package.version
     for name, setting in torch_build().items():
         facts["torch commit" if name == "git_version" else f"torch built with {name}"] = setting
+    from holdfast.supervisor.worker_command import backends_text  # the doctor does not need it
+
+    if backends := backends_text(sys.path, os.environ):
+        facts["torch backends"] = backends
     return facts
 
 
@@ -485,6 +497,17 @@ def output(command: list[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def caches() -> Facts:
+    """The places in which compiled kernels are kept, by --cache-dir and by variables that the user has set."""
+    folder = os.environ.get("HOLDFAST_CACHE_DIR") or compile_caches.default_folder(os.environ)
+    facts = {"--cache-dir": folder}
+    if folder != compile_caches.OFF:
+        until_s = time.monotonic() + CACHES_S_MAX
+        size = compile_caches.size_of(folder, lambda: time.monotonic() >= until_s)
+        facts["size"] = UNKNOWN if size is None else f"{size / 2**20:.1f} MiB"
+    return facts | {name: os.environ[name] for name in compile_caches.VARIABLES if name in os.environ}
+
+
 SECTIONS: dict[str, Callable[[], Facts]] = {
     "Software": software,
     "Machine": machine,
@@ -492,4 +515,5 @@ SECTIONS: dict[str, Callable[[], Facts]] = {
     "Network": network,
     "Limits (soft / hard)": limits,
     "Variables": variables,
+    "Compiled kernels": caches,
 }

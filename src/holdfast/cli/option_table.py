@@ -134,6 +134,13 @@ OPTIONS: tuple[Option, ...] = (
             "import once per node and fork the workers: auto, none or modules",
             "auto|none|MODULE,...",
         ),
+        own(
+            "--cache-dir",
+            TEXT,
+            "",
+            "where workers keep compiled kernels; one per user in the temporary folder; off: where each library does",
+            "DIR|off",
+        ),
     ),
     *in_group(
         RESTARTS,
@@ -188,6 +195,21 @@ OPTIONS: tuple[Option, ...] = (
         ),
         own("--hang-timeout", FLOAT, 300.0, "restart workers if no stack has changed for this time; 0: never", "S"),
         own("--exclude-after", INT, 0, "exclude a host for a while after N failures blamed on it; 0: never", "N"),
+        own(
+            "--health-command",
+            TEXT,
+            "",
+            "run this before each generation; a node on which it fails is parked, and a spare is taken",
+            "COMMAND",
+        ),
+        own(
+            "--preflight",
+            TEXT,
+            "off",
+            "check this node before its first generation (off, quick or full); one that cannot train is parked",
+            "HOW",
+            choices=("off", "quick", "full"),
+        ),
         Option("--event-log-handler", TEXT, "null", "where events go: null or console", "NAME"),
         own("--dashboard", TEXT, None, "serve a web page of the job there (loopback by default)", "[HOST:]PORT"),
         own(

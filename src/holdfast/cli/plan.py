@@ -14,6 +14,7 @@ import sys
 from signal import Signals
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
+from holdfast import compile_caches
 from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
 from holdfast.cli.option_table import LAUNCH_OPTIONS, flag_of
 from holdfast.cli.rendezvous import losses_survived
@@ -21,6 +22,7 @@ from holdfast.cli.resolve import COMPILE_THREADS
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
 from holdfast.run_folder import safe_name
+from holdfast.supervisor.worker_command import backends_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -71,11 +73,15 @@ class PlanData(TypedDict):
     workers_here: str
     threads: str
     compilers: str
+    backends: NotRequired[str]
+    caches: str
     preload: str
     standby: str
     stop: str
     drain: str
     hang: str
+    health: NotRequired[str]
+    time_outs: str
     logs: str
     watched: NotRequired[str]
     notices: list[str]
@@ -170,11 +176,15 @@ def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
         ("compilers", compilers_text(options, environ)),
+        *([("backends", backends)] if (backends := _backends_text(options, environ)) else []),
+        ("caches", caches_text(options, environ)),
         ("preload", preload_text(options)),
         ("standby", standby_text(options)),
         ("stop", stop_text(options)),
         ("drain", drain_text(options)),
         ("hang", hang_text(options)),
+        *([("health", health)] if (health := health_text(options)) else []),
+        ("time-outs", ", ".join(each.words for each in resolution.time_outs)),
         ("logs", log_text(options, job_id)),
         *([("watched", watched)] if (watched := watched_text(options)) else []),
     ]
@@ -185,7 +195,7 @@ def document(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
     options = resolution.options
     common, own = environments(parsed, options, environ)
     return {
-        **{name.replace(" ", "_"): text for name, text in facts_of(parsed, resolution, environ)},
+        **{name.replace(" ", "_").replace("-", "_"): text for name, text in facts_of(parsed, resolution, environ)},
         "notices": list(options.notices),
         "environment": common,
         "workers": [
@@ -275,6 +285,22 @@ def compilers_text(options: RunOptions, environ: Mapping[str, str]) -> str:
     return f"{COMPILE_THREADS} stays unset: torch.compile of one worker may use all CPUs"
 
 
+def _backends_text(options: RunOptions, environ: Mapping[str, str]) -> str:
+    """The backends that the script's torch has; empty: nothing shows that it uses torch, or it runs under another
+    Python."""
+    command = options.command
+    known = "torch" in options.preload.modules and command.python in ("", sys.executable)
+    return backends_text(sys.path, environ) if known else ""
+
+
+def caches_text(options: RunOptions, environ: Mapping[str, str]) -> str:
+    if options.cache_dir is None:
+        return "off: each library keeps compiled kernels in its own place"
+    theirs = [name for name in compile_caches.VARIABLES if name in environ]
+    but = f"; already set: {', '.join(theirs)}" if theirs else ""
+    return f"compiled kernels are kept in {options.cache_dir}, {compile_caches.BYTES_MAX // 2**30} GiB at most{but}"
+
+
 def preload_text(options: RunOptions) -> str:
     preload = options.preload
     later = f"; {', '.join(preload.later)} once they run" if preload.later else ""
@@ -317,6 +343,13 @@ def hang_text(options: RunOptions) -> str:
     then = f"restart if none changes for {limits.hang_timeout_s:g} s" if limits.hang_timeout_s else "no restart"
     steps = f"{limits.hang_steps} steps (at most {limits.hang_report_max_s:g} s)"
     return f"no step for {limits.hang_report_s:g} s and {steps}: all stacks are sampled; {then}"
+
+
+def health_text(options: RunOptions) -> str:
+    """The checks of this node before a generation; empty: there are none."""
+    parts = [f"{options.preflight} preflight before the first generation"] if options.preflight != "off" else []
+    parts += [f"before each generation: {options.health_command}"] if options.health_command else []
+    return "; ".join([*parts, "a node that fails is parked"]) if parts else ""
 
 
 def log_text(options: RunOptions, job_id: str) -> str:
@@ -381,6 +414,8 @@ def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str],
         error_file=os.path.join(folder, str(local_rank), "error.json") if folder is not None else "",
         parent=environ,
     )
+    if options.cache_dir is not None:
+        variables |= compile_caches.variables(options.cache_dir, environ)
     known: set[str] = set()
     if alone:
         known |= set(BY_RENDEZVOUS) - {"MASTER_ADDR", "MASTER_PORT"}

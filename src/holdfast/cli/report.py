@@ -22,7 +22,17 @@ from msgspec.structs import asdict
 
 from holdfast.cli import say
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
+from holdfast.diagnosis.history import (
+    PHASES,
+    Activity,
+    Generation,
+    History,
+    KeptKernels,
+    Survival,
+    Timeline,
+    history,
+    timeline,
+)
 from holdfast.diagnosis.reference import Explanation, explanations, headings, nearest_codes, normal_code, search
 from holdfast.protocol.errors import UsageError
 from holdfast.run_folder import default_log_dir
@@ -42,7 +52,7 @@ class Uses(TypedDict):
     history: HistoryData | None
     """null: no generation was started on these nodes."""
     copies: CopiesData | None
-    """CopiesData of states in memory on other nodes; null: there were none."""
+    """Copies of states in memory on other nodes; null: there were none."""
 
 
 class Explained(TypedDict):
@@ -147,11 +157,28 @@ def print_report(course: Timeline, past: History | None = None) -> None:
         print(f"preloaded: {'; '.join(course.preloaded)}")
     if course.standbys:
         print(f"standby: {course.standbys} workers parked, {course.standby_own_bytes / MIB:.1f} MiB of their own")
+    for kept in course.kernels:
+        print(f"compiled kernels: {kernels_text(kept)}")
     if course.generations:
         print("\nseconds until the first step, by phase (the slowest of these nodes):")
         titles = [HEADINGS.get(phase, phase) for phase in PHASES]
         rows = [("GEN", "BEGAN", "RANKS", *(title.upper() for title in titles), "TOTAL", "WHY")]
         print_table([*rows, *(row(each) for each in course.generations)])
+
+
+def kernels_text(kept: KeptKernels) -> str:
+    """A line about the folder of one node.
+
+    >>> kernels_text(KeptKernels("a", "/tmp/c", True, "", 3 * MIB, MIB))
+    'a: /tmp/c, with entries of earlier jobs; 3.0 MiB at the end, 1.0 MiB removed'
+    """
+    parts = ["with entries of earlier jobs" if kept.had_entries else "empty at the start"]
+    if kept.bytes is not None:
+        removed = f", {kept.removed_bytes / MIB:.1f} MiB removed" if kept.removed_bytes else ""
+        parts.append(f"{kept.bytes / MIB:.1f} MiB at the end{removed}")
+    if kept.error:
+        parts.append(kept.error)
+    return f"{kept.node}: {kept.folder}, {'; '.join(parts)}"
 
 
 def print_copies(copies: CopiesData | None, course: Timeline) -> None:

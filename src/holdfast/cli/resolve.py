@@ -14,23 +14,27 @@ import socket
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGQUIT, SIGTERM, SIGWINCH
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast import compile_caches
 from holdfast.cli import rendezvous
-from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
+from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes, has_gpus
 from holdfast.cli.grammar import ABOUT_US
 from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
 from holdfast.cli.program import preload, worker_command
 from holdfast.protocol.errors import (
     BindingError,
+    CacheDirError,
     EnvironmentValueError,
     LogDirError,
     LogOptionsError,
     MissingPackageError,
     ProcessesError,
+    TimeOutsError,
     UsageError,
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.ranks_text import ranks_of
+from holdfast.protocol.time_outs import TimeOut, inversions, ladder, sentence
 from holdfast.rendezvous.conf import PORT_MAX
 from holdfast.text import is_loopback, plural
 
@@ -61,6 +65,7 @@ class Resolution(NamedTuple):
     options: RunOptions
     devices: Count
     cpus: int
+    time_outs: tuple[TimeOut, ...]
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Resolution:
@@ -76,6 +81,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     rdzv = rendezvous.resolve(parsed, environ, patience=patience, notices=notices)
     check_packages(parsed, rdzv.job.backend)
     devices = node_size(parsed, environ, probes)
+    time_outs = check_time_outs(rdzv, environ, notices, gpus=devices.kind == "gpu" or has_gpus(probes))
     cpus = count_cpus(probes).number
     report_crowd(parsed, devices.number, cpus, notices)
     check_virtual_local_rank(parsed, environ, devices.number)
@@ -101,6 +107,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         share_store=environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1",
         omp_num_threads=threads,
         compile_threads=compile_threads(environ, devices.number, cpus),
+        cache_dir=cache_folder(parsed, environ),
+        cache_dir_named=bool(given.cache_dir),
         preload=imports,
         standby=given.standby == "on" and bool(imports.modules) and may_restart(rdzv.job),
         start_method=given.start_method,
@@ -110,11 +118,13 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         otel=span_receiver(parsed),
         metrics=metrics,
         health=health,
+        health_command=health_command(parsed),
+        preflight=given.preflight,
         health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),
     )
-    return Resolution(options, devices, cpus)
+    return Resolution(options, devices, cpus, time_outs)
 
 
 def may_restart(job: JobSpec) -> bool:
@@ -198,6 +208,18 @@ def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_
         raise parsed.error("nproc_per_node", ProcessesError, str(error)) from None
 
 
+def check_time_outs(
+    rdzv: rendezvous.RendezvousOptions, environ: Mapping[str, str], notices: list[str], *, gpus: bool
+) -> tuple[TimeOut, ...]:
+    """The time-outs of the job. Raises TimeOutsError if their order makes a promise false; other orders are named."""
+    found = ladder(rdzv.limits, environ, gpus=gpus, nodes=rdzv.job.max_nodes)
+    for each in inversions(found):
+        if each.refused:
+            raise TimeOutsError(sentence(each))
+        notices.append(sentence(each))
+    return found
+
+
 def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
     """Time from SIGTERM to SIGKILL: --shutdown-timeout, else torchrun's own variable, else 30 s."""
     seconds = parsed.values.shutdown_timeout
@@ -241,6 +263,22 @@ def span_receiver(parsed: Parsed) -> str | None:
     if url is not None and not url.startswith(("http://", "https://")):
         raise parsed.error("otel", UsageError, "must be the URL of an OTLP/HTTP receiver, as in http://collector:4318")
     return url
+
+
+def health_command(parsed: Parsed) -> str:
+    """The command of --health-command; empty: there is none."""
+    command: str = parsed.values.health_command.strip()
+    if not command:
+        return ""
+    from shutil import which  # it loads the compression modules
+
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise parsed.error("health_command", UsageError, str(error)) from None
+    if not words or which(words[0]) is None:
+        raise parsed.error("health_command", UsageError, "there is no such program on this node")
+    return command
 
 
 def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str]) -> tuple[Endpoint | None, bool]:
@@ -299,6 +337,17 @@ def compile_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | 
     if COMPILE_THREADS in environ or nproc == 1:
         return None
     return min(COMPILE_THREADS_MAX, max(1, cpus // nproc))
+
+
+def cache_folder(parsed: Parsed, environ: Mapping[str, str]) -> str | None:
+    """The absolute path of the folder for compiled kernels; None: --cache-dir off."""
+    named: str = parsed.values.cache_dir
+    if named == compile_caches.OFF:
+        return None
+    try:
+        return os.path.abspath(os.path.expanduser(named) if named else compile_caches.default_folder(environ))
+    except OSError:
+        raise parsed.error("cache_dir", CacheDirError, "the current folder was deleted") from None
 
 
 def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices: list[str]) -> LogOptions:

@@ -113,8 +113,7 @@ class Extensions:
 
     def start_follows(self, now: float, generation: int) -> list[Command]:
         """Report that the workers of a generation start next. Returns what is sent before."""
-        for name in list(self._made):
-            self._order(name, lambda extension: extension.happened(now, StartFollows(generation)))
+        self.happens_now(now, StartFollows(generation))
         first = [order for order in self._out if not isinstance(order, ToCore)]
         self._out = [order for order in self._out if isinstance(order, ToCore)]
         return first
@@ -293,7 +292,7 @@ class Extensions:
 
 
 def _with_places(view: JobView, figures: Collection[Figures]) -> JobView:
-    """The view with notices, and the places of ranks in a job that stands still."""
+    """The view with the extensions' notices, and with the places of ranks where no rank makes progress."""
     replace = msgspec.structs.replace
     notices = tuple(text for each in figures for text in each.notices)
     places = {rank: place for each in figures for rank, place in each.places.items()}

@@ -160,6 +160,10 @@ class Membership:
         self._refresh(now)
         return self._waiting
 
+    def parked(self) -> list[Member]:
+        """Members that take no part because they are not fit for it."""
+        return [member for member in self.members.values() if member.parked]
+
     def next_change_s(self, now: float) -> float:
         """The time at which the next host back-off ends; inf: no member is on host back-off."""
         self._refresh(now)
@@ -181,7 +185,7 @@ class Membership:
             return
         self._candidates, self._waiting = {}, []
         for member in self.members.values():
-            if member.leaving:
+            if member.leaving or member.parked:
                 continue
             until_s = self._host_backoff.until_s(member.node.host, member.joined_s)
             if until_s > now:
@@ -312,7 +316,8 @@ class HostBackoff:
         self.changes += 1
         if record.blames < self.exclude_after:
             return 0.0
-        # Counted anew after the exclusion, which is longer each time (scenario excluded).
+        # The count starts again after each exclusion, and each exclusion is longer than the one before (scenario
+        # excluded).
         record.blames = 0
         pause_s = min(self.limits.exclude_first_s * 2.0**record.exclusions, self.limits.exclude_max_s)
         record.exclusions += 1

@@ -72,7 +72,7 @@ class PreviousGeneration:
     def lost(self, member: Member) -> list[Member]:
         """A member or its workers are gone. Returns members that have to stop the generation that they run."""
         came = any(member is one for one, _ in self.parts.values())
-        # It is told nothing: it is gone, or its workers are.
+        # This member gets no order: it is gone, or its workers are.
         return [other for other in self.end() if other is not member] if came else []
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.training import Training
@@ -10,6 +10,7 @@ from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.policy import JobSpec
 from holdfast.protocol.rank_progress import JobView, NodeView, RankView
 from holdfast.protocol.throughput import RankThroughput, Throughput
+from holdfast.text import spans
 
 
 def job_view(
@@ -28,6 +29,8 @@ def job_view(
 ) -> JobView:
     """`since_s`: since the phase began; `job_s`: since the job began; `why`: why the last generation ended."""
     throughput = training.throughput
+    at_work = throughput is not None and phase in (Phase.RUNNING, Phase.DRAINING)
+    spares = tuple(pace.rank for pace in throughput.spares()) if throughput is not None and at_work else ()
     return JobView(
         run_id=job.run_id,
         phase=phase.value,
@@ -43,7 +46,14 @@ def job_view(
         job_step=throughput.job.steps if throughput is not None else 0,
         job_steps=throughput.job_steps if throughput is not None else 0,
         left_s=throughput.left_s if throughput is not None and phase is Phase.RUNNING else 0.0,
+        spares=spares,
+        spares_why=_spares_why(spares, len(throughput.ranks)) if throughput is not None and spares else "",
     )
+
+
+def _spares_why(spares: Sequence[int], world_size: int) -> str:
+    waits = f"rank {spares[0]} waits as a spare" if len(spares) == 1 else f"ranks {spans(spares)} wait as spares"
+    return f"{waits}: ht.survive(ranks=…) uses fewer than the {world_size} ranks that are there"
 
 
 IN_WORLD = {
@@ -89,6 +99,8 @@ def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: s
     if world is None:
         if member.leaving:
             return "leaving"
+        if member.parked:
+            return "parked"
         if member.name in on_host_backoff:
             return "on host back-off"
         return "arriving" if phase is Phase.GATHERING else "spare"

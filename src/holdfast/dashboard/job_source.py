@@ -65,6 +65,7 @@ STAGE_LETTERS = {
     Stage.READY: "r",
     Stage.STEPPING: "t",
     Stage.DONE: "d",
+    Stage.SPARE: "w",
 }
 """One letter per rank: the stages of 10,000 ranks are one string. static/app.js reads it."""
 ASKED_OF_A_HOST = {
@@ -444,7 +445,7 @@ def now_of(view: JobView) -> Json:
 
 def _step_fields(ranks: Sequence[RankView]) -> Json:
     return {
-        "step": between([rank.steps for rank in ranks]),
+        "step": between([rank.steps for rank in ranks if rank.stage is not Stage.SPARE]),
         "steps_s": steps_per_s(ranks),
         "last_step": last_step(ranks),
     }

@@ -19,6 +19,9 @@ Pure. Called by the extension `hangs`, at the coordinator.
 | all wait for others, in different calls: the fewest are named    | HUNG   | HF244 |        |
 | all wait for others, in one call                                 | STUCK  | HF241 |        |
 
+Calls are different if the collectives are, where torch's flight recorder has them (diagnosis/collectives.py); else if
+the functions are, by the stacks.
+
 PAUSED and `busy` are reported late. `lively` is ended late, and `busy` not while that lasts.
 """
 
@@ -27,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from holdfast.diagnosis import collectives
 from holdfast.diagnosis.places import RankActivity, Where, where_is
 from holdfast.protocol.rank_progress import Finding, HangKind, RanksAtPlace, RankStory
 
@@ -60,6 +64,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
         signature=signature.hexdigest(),
         busy=any((each.computes and not each.loops) or (each.may_work and not odd) for each in missing),
         lively=_is_lively(kind, odd, missing),
+        collectives=_collectives_text(odd, others),
     )
 
 
@@ -145,14 +150,19 @@ def _by_place(ranks: Sequence[Where]) -> dict[tuple[bool, str], list[Where]]:
     return found
 
 
-def _by_call(ranks: Sequence[Where]) -> dict[tuple[str, str], list[Where]]:
-    """The ranks grouped by the function in which they wait.
+def _by_call(ranks: Sequence[Where]) -> dict[object, list[Where]]:
+    """The ranks grouped by the collective in which they wait; where that is not known, by the function.
 
     The line of the call counts only if all are in the same function: rank 0 often calls it at a line of its own, as in
     `if rank == 0: broadcast(a) else: broadcast(b)`.
     """
+    found: dict[object, list[Where]] = {}
+    known = collectives.keys([each.story for each in ranks])
+    if known is not None:
+        for key, each in zip(known, ranks, strict=True):
+            found.setdefault(key, []).append(each)
+        return found
     calls = {each.call for each in ranks}
-    found: dict[tuple[str, str], list[Where]] = {}
     for each in ranks:
         found.setdefault((each.call, each.place if len(calls) == 1 else ""), []).append(each)
     return found
@@ -185,6 +195,38 @@ def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
     if kind is HangKind.PAUSED and not odd:
         clauses.append("no rank waits for another")
     return "; ".join(clauses)
+
+
+def _collectives_text(odd: Sequence[Where], others: Sequence[Where]) -> str:
+    """`rank 2 is at collective 812 all_reduce [4096] float32 (train.py:42), 3 others at 813 broadcast [1] float32
+    (train.py:44)`; empty: it is not known. Of other groups than that in which most ranks wait, nothing is shown."""
+    ranks = [*odd, *others]
+    name = collectives.common_group([each.story for each in ranks])
+    found: dict[tuple[bool, str, bool], list[Where]] = {}
+    for each in ranks:
+        collective = collectives.collective_of(each.story, name)
+        if name and collective is not None:
+            what = collectives.described(collective)
+            found.setdefault((each not in odd, what, collective.done), []).append(each)
+    groups = sorted(found.items(), key=lambda item: (item[0][0], -len(item[1])))
+    kind = "collective" if name == collectives.DEFAULT_GROUP else f"group {name}'s collective"
+    clauses: list[str] = []
+    verb_is_clear = False
+    for (_, what, done), group in groups[: FIRST_PLACES_MAX + OTHER_PLACES_MAX]:
+        who = f"{len(group)} others" if clauses and len(group) > 1 else _names(group)
+        who = f"all {len(group)} ranks" if len(group) == len(ranks) > 1 else who
+        number = what if clauses else f"{kind} {what}"
+        one, several = ("has done", "have done") if done else ("is at", "are at")
+        verb = "at" if verb_is_clear and not done else one if len(group) == 1 else several
+        clauses.append(f"{who} {verb} {number}{' and begun no other' if done else _line_of(group)}")
+        verb_is_clear = not done
+    return ", ".join(clauses)
+
+
+def _line_of(group: Sequence[Where]) -> str:
+    """The line of the program at which all of these wait, as ` (train.py:42)`; empty: there are several."""
+    lines = {each.line for each in group}
+    return f" ({lines.pop()})" if len(lines) == 1 and "" not in lines else ""
 
 
 def _group_text(group: Sequence[Where], who: str, *, detail: bool = False) -> str:

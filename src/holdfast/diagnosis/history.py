@@ -48,6 +48,20 @@ class Generation(Struct):
         return self.slowest_s + self.phases_s.get("detect", 0.0)
 
 
+class KeptKernels(Struct):
+    """The folder of one node in which compiled kernels are kept."""
+
+    node: str
+    folder: str
+    had_entries: bool
+    """Something was kept there before this run."""
+    error: str = ""
+    """The reason why it is not used, or why its size is unknown; empty: there is none."""
+    bytes: int | None = None
+    """Its size at the end of the run; None: unknown."""
+    removed_bytes: int = 0
+
+
 class Timeline(Struct):
     """The generations of a run, and why each began."""
 
@@ -62,11 +76,13 @@ class Timeline(Struct):
     """Number of standby workers at the end, on all nodes together."""
     standby_own_bytes: int
     """Private memory of these workers."""
+    kernels: list[KeptKernels] = []
+    """The folders with compiled kernels, by node."""
 
 
 def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
     """The timeline, from one journal per node. Raises UsageError if they belong to different runs."""
-    result = Timeline("", [], [], "", [], 0, 0)
+    result = Timeline("", [], [], "", [], 0, 0, [])
     found: dict[int, Generation] = {}
     for journal in journals:
         _read(journal, result, found)
@@ -76,8 +92,9 @@ def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
 
 def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generation]) -> None:
     """Add one node's events to the timeline."""
-    why, silent_s, detect_s = "", 0.0, 0.0
+    why, silent_s, detect_s, host = "", 0.0, 0.0, ""
     standby: Event = {}
+    kept: KeptKernels | None = None
     for event in journal:
         try:
             match event["event"]:
@@ -85,9 +102,11 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     if result.run_id not in ("", event["run_id"]):
                         raise UsageError(f"these are different runs: {result.run_id} and {event['run_id']}")
                     result.run_id = event["run_id"]
-                    result.nodes.append(_host(event))
+                    result.nodes.append(host := _host(event))
                 case "preload" if "text" in event:
                     result.preloaded.append(event["text"])
+                case "caches" | "caches_bounded":
+                    kept = _kept(event, kept)
                 case "standby":
                     standby = event
                 case "coordinator.lost":
@@ -112,20 +131,37 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                         generation.phases_s["detect"] = max(generation.phases_s.get("detect", 0.0), detect_s)
                     why, detect_s = "", 0.0
                 case "phases":
-                    generation = _generation(found, event["generation"])
-                    generation.restart_count = event["restart_count"]
-                    own_s = sum(event.get(f"{phase}_s") or 0.0 for phase in PHASES if phase != "detect")
-                    generation.slowest_s = max(generation.slowest_s, own_s)
-                    for phase in PHASES:
-                        seconds = event.get(f"{phase}_s")
-                        if seconds is not None:
-                            generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
+                    _add_phases(_generation(found, event["generation"]), event)
                 case "ended":
                     result.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
         except KeyError:
             continue  # the record lacks a field
+    if kept is not None:
+        kept.node = host
+        result.kernels.append(kept)
     result.standbys += len(standby.get("pids", ()))
     result.standby_own_bytes += standby.get("own_bytes", 0)
+
+
+def _kept(event: Event, kept: KeptKernels | None) -> KeptKernels | None:
+    """What is known of the folder after this event. Raises KeyError for a record that lacks a field."""
+    if event["event"] == "caches":
+        return KeptKernels("", event["folder"], event["had_entries"], event.get("error", ""))
+    if kept is not None:
+        kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
+        kept.removed_bytes = event.get("removed_bytes", 0)
+    return kept
+
+
+def _add_phases(generation: Generation, event: Event) -> None:
+    """Add what one node reports of a start: each phase lasts as long as on the slowest node."""
+    generation.restart_count = event["restart_count"]
+    own_s = sum(event.get(f"{phase}_s") or 0.0 for phase in PHASES if phase != "detect")
+    generation.slowest_s = max(generation.slowest_s, own_s)
+    for phase in PHASES:
+        seconds = event.get(f"{phase}_s")
+        if seconds is not None:
+            generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
 
 
 def _generation(found: dict[int, Generation], number: int) -> Generation:
@@ -491,6 +527,8 @@ def _incident(event: Event) -> Occurrence | None:
             return of_job(what="node lost", text=f"{_host(event)}: {event['reason']}")
         case "coordinator.leaving":
             return of_job(what="node leaves", text=f"{_host(event)}: {event['reason']}")
+        case "coordinator.parked":
+            return here(what="parked", text=f"{_host(event)}: {event['reason']}")
         case "coordinator.excluded":
             return of_job(what="excluded", text=f"{event['host']} for {event['for_s']:g} s")
         case "coordinator.hang":

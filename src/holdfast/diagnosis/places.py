@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, structs
 
+from holdfast.diagnosis.collectives import advance
 from holdfast.protocol.rank_progress import (
     Frame,
     KernelWait,
@@ -326,6 +327,12 @@ class Where(Struct, frozen=True):
         return bool(self.story.samples) and self.story.samples[-1].broken_child
 
     @property
+    def line(self) -> str:
+        """The program's innermost line in the newest sample: `train.py:42`; empty: it has no stack."""
+        frames = self.story.samples[-1].frames if self.story.samples else ()
+        return _at(frames).removeprefix("at ") if frames else ""
+
+    @property
     def in_barrier(self) -> bool:
         return self.call in _BARRIERS
 
@@ -402,7 +409,8 @@ def where_is(story: RankStory) -> Where:
     if doing is RankActivity.COMMUNICATING:
         # A collective of a large tensor over a slow network lasts for minutes. Its CPU time shows nothing, since gloo
         # and NCCL may poll while they wait; bytes do.
-        if copies(samples):
+        # A loop of small collectives, as an evaluation makes them, moves few bytes.
+        if copies(samples) or advance(samples):
             return Where(story, RankActivity.WORKING, place, "working")
         return Where(story, doing, place, key, call, busy)
     if doing is RankActivity.LOADING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct, structs
@@ -130,6 +130,7 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
         lived = f", after {culprit.lived_s:.1f} s" if culprit.started else ""
         row("first", f"{_who(culprit)}, {_status(culprit)}{lived}, generation {verdict.generation}")
 
+    row("collectives", verdict.collectives)
     alike, victims = _alike_and_victims(verdict)
     row("the same", _ranks(alike))
     groups = _by_message(victims)
@@ -251,6 +252,8 @@ def status_lines(view: JobView, *, ranks: bool | None = None) -> list[str]:
     lines = [headline(view), progress_line(view)]
     if view.why:
         lines.append(f"previous generation ended: {view.why}")
+    if view.spares_why:
+        lines.append(view.spares_why)
     if view.nodes:
         lines += ["", *columns([NODE_HEADINGS, *(node_row(node) for node in view.nodes)])]
     with_host = [(node.host, rank) for node in view.nodes for rank in node.ranks]
@@ -273,7 +276,7 @@ def headline(view: JobView) -> str:
 
 
 def progress_line(view: JobView) -> str:
-    ranks = [rank for node in view.nodes for rank in node.ranks]
+    ranks = _in_training(rank for node in view.nodes for rank in node.ranks)
     parts = []
     if any(rank.stage is Stage.STEPPING for rank in ranks):
         if view.job_steps:
@@ -306,7 +309,7 @@ def node_row(node: NodeView) -> Row:
         "" if node.group_rank is None else str(node.group_rank),
         node.state,
         spans(rank.rank for rank in node.ranks),
-        between([rank.steps for rank in node.ranks]),
+        between([rank.steps for rank in _in_training(node.ranks)]),
         f"{rate:.3g}" if rate else "",
         last_step(node.ranks),
         f"{duration(node.heard_s)} ago",
@@ -320,12 +323,17 @@ def rank_row(host: str, rank: RankView) -> Row:
         str(rank.local_rank),
         str(rank.pid or ""),
         (rank.standing or rank.stage).value,
-        str(rank.steps),
+        str(rank.steps) if rank.stage is not Stage.SPARE else "",
         f"{rank.step_s * 1e3:.3g} ms" if rank.step_s else "",
         f"{rank.own_s * 1e3:.3g} ms" if rank.own_s else "",
         last_step([rank]),
         rank.place,
     )
+
+
+def _in_training(ranks: Iterable[RankView]) -> list[RankView]:
+    """All but the spares, whose step is of an earlier generation."""
+    return [rank for rank in ranks if rank.stage is not Stage.SPARE]
 
 
 def last_step(ranks: Sequence[RankView]) -> str:

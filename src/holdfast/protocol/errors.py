@@ -195,6 +195,14 @@ class ConfigFileError(CallerError, code="HF144"):
     """holdfast.toml or [tool.holdfast] in pyproject.toml: not TOML, an unknown key, a wrong type, a readable secret."""
 
 
+class CacheDirError(CallerError, code="HF145"):
+    """--cache-dir names a folder that cannot be made, belongs to another user, or into which others may write."""
+
+
+class TimeOutsError(CallerError, code="HF146"):
+    """Two time-outs are in the wrong order: the one that ends first would give a wrong reason for what it ends."""
+
+
 class RetentionError(CallerError, ValueError, code="HF139"):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 
@@ -263,6 +271,10 @@ class PeerError(HoldfastError, code="HF300"):
 
 class JoinTimeoutError(PeerError, code="HF301"):
     """Too few nodes joined before the join deadline."""
+
+
+class UnfitNodesError(PeerError, code="HF310"):
+    """Too few nodes are fit to take part: a check of others has failed, such as --health-command."""
 
 
 class CoordinatorUnreachableError(PeerError, code="HF302"):
@@ -338,11 +350,12 @@ class SaverLostError(SnapshotWriteError, code="HF411"):
 
 
 class NotFiniteError(SnapshotError, code="HF412"):
-    """The loss was not finite in several steps in a row. The next start prefers a state whose values are finite."""
+    """The loss was not finite in several steps in a row, or, with nonfinite="stop", a value in a save to the disk. The
+    next start prefers a state whose values are finite."""
 
 
 class ReplicasDifferError(SnapshotError, code="HF414"):
-    """Ranks have different values of a tensor that should be equal: a snapshot would mix them, so none is made."""
+    """Ranks have different values of a tensor that should be equal. A snapshot would mix them, so none is made."""
 
 
 class CopyError(SnapshotError, code="HF413"):

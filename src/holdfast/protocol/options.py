@@ -176,6 +176,10 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Value of OMP_NUM_THREADS for the workers; None: it stays as it is (it is set, or there is one process)."""
     compile_threads: int | None = None
     """Number of processes that compile kernels for one worker's torch.compile; None: it is not set for the workers."""
+    cache_dir: str | None = None
+    """Absolute path of the folder in which workers keep compiled kernels; None: each library has its own place."""
+    cache_dir_named: bool = False
+    """The user has named it; otherwise it is our default, and the job can do without it."""
     start_method: str = "spawn"
     event_log_handler: str = "null"
     metrics: Endpoint | None = None
@@ -188,6 +192,10 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """The URL of the OTLP/HTTP receiver of spans (--otel); None: there are none."""
     notify: tuple[str, ...] = ()
     """URLs and commands that get a notice at each turn of the job (--notify)."""
+    health_command: str = ""
+    """A command that is run on this node before each generation (--health-command); empty: there is none."""
+    preflight: str = "off"
+    """The checks of this node before its first generation (--preflight): `off`, `quick` or `full`."""
     health_if_free: bool = False
     """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1

@@ -99,6 +99,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """The reason why there was no further restart; empty: there was one, or none was due."""
     hang: bool = False
     """A hang ended the generation."""
+    collectives: str = ""
+    """The collectives in which the ranks were, as torch's flight recorder has them; empty: that is not known."""
 
     @property
     def shown(self) -> Failure | None:

@@ -45,6 +45,8 @@ class Stage(Enum):
     """It has made a step or a beat."""
     DONE = "done"
     """It has ended with 0."""
+    SPARE = "spare"
+    """It waits, and makes no steps: `ht.survive(ranks=…)` uses fewer ranks than there are."""
 
 
 class Standing(Enum):
@@ -138,6 +140,10 @@ class JobView(Struct, frozen=True, kw_only=True):
     """Number of steps of the whole job; 0: the script does not report it."""
     left_s: float = 0.0
     """Time for the steps that are left, at the present rate; 0: unknown."""
+    spares: tuple[int, ...] = ()
+    """The ranks that wait as spares."""
+    spares_why: str = ""
+    """The reason for that, in words."""
     more: dict[str, Any] = {}
     """Figures of extensions about the job, by the extension's name."""
 
@@ -188,6 +194,28 @@ class Polling(Enum):
     """An attempt that fails: it sleeps in an `except`."""
     SPIN = "spin"
     """It does not sleep, and does nothing between two polls."""
+
+
+COLLECTIVES_MAX = 16
+"""Limit of the collectives of one worker: two of each process group."""
+COLLECTIVE_CHARACTERS_MAX = 80
+CollectiveText = Annotated[str, Meta(max_length=COLLECTIVE_CHARACTERS_MAX)]
+
+
+class Collective(Struct, frozen=True, array_like=True):
+    """One operation of a process group, as torch's flight recorder has it."""
+
+    group: CollectiveText
+    """The group's name, which is the same on all its ranks; `default_pg`: the default group."""
+    number: Count
+    """Its number among the group's collectives (or among its sends and receives), counted from 1."""
+    operation: CollectiveText
+    """`all_reduce`; `recv 0<-1` for an operation between two ranks."""
+    tensors: CollectiveText = ""
+    """The sizes and types that this rank gives: `[4096] float32`."""
+    done: bool = False
+    between_two: bool = False
+    """It is a send or a receive."""
 
 
 class RankSample(Struct, frozen=True, array_like=True):
@@ -248,6 +276,9 @@ class RankSample(Struct, frozen=True, array_like=True):
     polled: Polling = Polling.NOTHING
     polls: str = ""
     """The call with which it polls, as the program writes it: `os.path.exists`."""
+    collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)] = ()
+    """The oldest collective that is not done, and the newest that is, of each process group; the newest group comes
+    first. Empty: it did not answer, or its torch is older than 2.15."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):
@@ -329,6 +360,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     lively: bool = False
     """Something shows that the awaited rank may go on by itself: it polls, its data are only late, a thread is at work.
     It is ended late."""
+    collectives: str = ""
+    """One line: the collectives in which the ranks are, as torch's flight recorder has them; empty: not known."""
 
 
 Examine = Callable[[Sequence[RankStory]], Finding]

@@ -161,6 +161,10 @@ class Throughput:
             pace = own.get(report.local_rank)
             if pace is None or pace.stage is Stage.DONE:
                 continue
+            if report.stage is Stage.SPARE:
+                pace.pid = report.pid
+                moved |= self.enter(pace, Stage.SPARE, now)
+                continue
             at_s = max(self.began_s, now - max(0.0, report.age_s))
             steps, newest_s = pace.steps, pace.newest_s
             if pace.heard(report, at_s):
@@ -218,7 +222,11 @@ class Throughput:
         return self.newest_s is not None or any(pace.steps for pace in self.ranks)
 
     def alive(self) -> list[RankThroughput]:
-        return [pace for pace in self.ranks if pace.stage is not Stage.DONE]
+        """The ranks that train, or are on the way to it."""
+        return [pace for pace in self.ranks if pace.stage not in (Stage.DONE, Stage.SPARE)]
+
+    def spares(self) -> list[RankThroughput]:
+        return [pace for pace in self.ranks if pace.stage is Stage.SPARE] if self.in_stage[Stage.SPARE] else []
 
     def step_s(self) -> float:
         """The median step of all ranks; 0: unknown."""

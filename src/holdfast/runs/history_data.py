@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from msgspec.structs import asdict
+
 from holdfast.diagnosis.history import Activity, History, Timeline
 
 
@@ -22,6 +24,20 @@ class GenerationData(TypedDict):
     total_s: float
 
 
+class KernelsData(TypedDict):
+    """The folder of one node in which compiled kernels are kept (`--cache-dir`)."""
+
+    node: str
+    folder: str
+    had_entries: bool
+    """Something was kept there before this run."""
+    error: str
+    """The reason why it is not used, or why its size is unknown; empty: there is none."""
+    bytes: int | None
+    """Its size at the end of the run; null: unknown."""
+    removed_bytes: int
+
+
 class CourseData(TypedDict):
     """The generations of a run, and why each began."""
 
@@ -33,6 +49,7 @@ class CourseData(TypedDict):
     preloaded: list[str]
     standbys: int
     standby_own_bytes: int
+    kernels: list[KernelsData]
 
 
 class SurvivalData(TypedDict):
@@ -95,6 +112,7 @@ def as_json(course: Timeline) -> dict[str, Any]:
         "preloaded": course.preloaded,
         "standbys": course.standbys,
         "standby_own_bytes": course.standby_own_bytes,
+        "kernels": [asdict(each) for each in course.kernels],
     }
 
 

@@ -342,7 +342,6 @@ class AgentService:
 
     def _as_seen(self) -> Node:
         """This node, as its extensions see it."""
-
         return Node(
             self._machine,
             self._options,

@@ -65,6 +65,12 @@ class Board:
         disk can stall a worker that writes its stacks."""
         return self._stacks[local_rank]
 
+    def recorder(self, local_rank: int) -> tuple[int, int]:
+        """The worker's own descriptor of the pipe for questions about its collectives, and the pipe's inode; 0: it
+        answers none."""
+        at = layout.slot(local_rank)
+        return self._words[at + layout.RECORDER], self._words[at + layout.RECORDER_PIPE]
+
     def address(self, local_rank: int) -> str:
         """The board's address for a worker's environment. The path is valid while this agent has the board open."""
         return f"/proc/{os.getpid()}/fd/{self._fd}@{layout.slot(local_rank)}"
@@ -112,8 +118,9 @@ class Board:
         return min(COUNT_MAX, max(self._words[layout.slot(rank) + layout.REACHED] for rank in range(self._nproc)))
 
     def all_save(self, local_ranks: Iterable[int]) -> bool:
-        """Whether these workers ask at their safe points whether to save."""
-        return all(self._words[layout.slot(rank) + layout.SAVES] for rank in local_ranks)
+        """Whether these workers ask at their safe points whether to save. Spares have nothing to save."""
+        slots = [layout.slot(rank) for rank in local_ranks]
+        return all(self._words[at + layout.SAVES] or self._words[at + layout.SPARE] for at in slots)
 
     def stop_seen(self, local_rank: int) -> bool:
         """Whether this worker has seen that it must stop."""
@@ -138,7 +145,9 @@ class Board:
         steps, beats, own_ns = (
             max(0, min(now, COUNT_MAX) - before) for now, before in zip(counted, self._before[local_rank], strict=True)
         )
-        if steps or beats:
+        if words[layout.SPARE]:
+            stage = Stage.SPARE
+        elif steps or beats:
             stage = Stage.STEPPING
         elif words[layout.GROUP]:
             stage = Stage.READY
@@ -160,7 +169,8 @@ class Board:
     def job_position(self) -> tuple[int, int]:
         """The step of the whole job, and how many it will have; 0: no worker reports that."""
         slots = (self._words[layout.slot(rank) :][: layout.SLOT_WORDS] for rank in range(self._nproc))
-        known = [(slot[layout.AT], slot[layout.TOTAL]) for slot in slots]
+        # A spare has the step of an earlier generation.
+        known = [(slot[layout.AT], slot[layout.TOTAL]) for slot in slots if not slot[layout.SPARE]]
         # The slowest rank: what the others have begun is not done.
         step, steps = min((each for each in known if all(each)), default=(1, 0))
         return min(step - 1, COUNT_MAX), min(steps, COUNT_MAX)

@@ -175,8 +175,8 @@ class Ends:
         `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; its process still
         runs.
         """
-        # An end with 0 that is still being read came first: whoever fails because of it must not be reported before
-        # it.
+        # A worker that ended with 0 and whose files are still being read was earlier. A worker that fails because of
+        # that end must be reported after it.
         earlier = tuple(self._waiting)
         if bare.exit_code and not earlier:
             self._failed(worker, bare, self.generation, raised=raised)

@@ -238,16 +238,14 @@ class RunningGeneration:
             supervisor.kill_session(self._ended_pids.pop())
 
         # All were able when the safe point was agreed: those that are not any more have ended their training since.
-        self._ended_before = (
-            set()
-            if self._at_once
-            else {rank for rank, worker in self._workers.items() if worker.generation and not worker.able}
-        )
+        ended = {rank for rank, worker in self._workers.items() if worker.generation and not worker.able}
+        self._ended_before = set() if self._at_once else ended
         for worker in self._workers.values():
             worker.able, worker.gate = False, 0
             if self._is_expected(worker) and self._channel is not None:
                 cut, leaves = not safe_point and worker.generation > 0, worker.local_rank not in self._taking_part
                 order = {"do": "release", "generation": self.number, "cut": cut, "leaves": leaves}
+                order["nodes"] = assign.group_world_size
                 self._channel.send(worker.local_rank, order)
         self.board.release(safe_point)  # after the messages: a worker that stops there finds its own
 

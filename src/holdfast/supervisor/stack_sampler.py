@@ -23,9 +23,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from msgspec import Struct, structs
+from msgspec import DecodeError, Meta, Struct, json, structs
 
 from holdfast.detached import run_detached
 from holdfast.linux import ProcessStat, process_stat
@@ -35,10 +35,13 @@ from holdfast.protocol.board_layout import (
     HANDLED_SIGNAL,
     LOOK_MAIN_SIGNAL,
     LOOK_SIGNAL,
+    QUESTION_BYTES,
 )
 from holdfast.protocol.program_source import is_inside, may_handle, polled_at, wanted_at
 from holdfast.protocol.rank_progress import (
+    COLLECTIVES_MAX,
     DUMP_BYTES_MAX,
+    Collective,
     Frame,
     KernelWait,
     Polling,
@@ -121,6 +124,7 @@ class StackFiles:
             f"rank {rank}, local rank {sample.local_rank}, process {sample.pid}, {state}",
             f"{sample.cpu_s:.2f} s of processor time at {now}",
             *([sample.note] if sample.note else []),
+            *map(_collective_line, sample.collectives),
             "",
             text.rstrip() or "It did not write its stacks: it is stopped, or no Python under holdfast's bootstrap.",
             "",
@@ -181,6 +185,13 @@ class StackFiles:
                     await run_detached(functools.partial(_append, sample.file, text))
 
 
+def _collective_line(each: Collective) -> str:
+    """`collective 812 of default_pg: all_reduce [4096] float32, not done`."""
+    kind = "operation" if each.between_two else "collective"
+    what = f"{each.operation} {each.tensors}".strip()
+    return f"{kind} {each.number} of {each.group}: {what}, {'done' if each.done else 'not done'}"
+
+
 def _append(path: str, text: bytes) -> None:
     with open(path, "ab") as file:
         file.write(b"\npy-spy dump --native:\n" + text)
@@ -220,13 +231,16 @@ ANSWER_S_MAX = 1.0
 """Limit for the workers to write their stacks (s); they do so in milliseconds."""
 KEEP_S_MAX = 0.5
 """Limit for the evidence to reach the disk (s). After it, a thread continues to write, and samples name no file."""
-LOOK_S_MAX = 3.0
+LOOK_S_MAX = 3.5
 """Limit for a look (s): more than the sum of the limits of its steps."""
 QUIET_S = 0.2
 """Time after which the main thread of a worker, if it slept all the while, is assumed to sleep on while its stacks are
 written (s)."""
 READ_S_MAX = 0.2
 """Limit for reading the program's source lines (s)."""
+RECORDED_S_MAX = 0.6
+"""Limit for the workers to write which collectives they are in (s). One that keeps the interpreter's lock does not
+answer."""
 HANDLED_S_MAX = 0.3
 """Limit for a worker to write which exception it handles (s)."""
 PARSE_S_MAX = 0.5
@@ -331,6 +345,9 @@ class BoardOfWorkers(Protocol):
     def stacks(self, local_rank: int) -> int:
         """Our descriptor of this worker's file."""
 
+    def recorder(self, local_rank: int) -> tuple[int, int]:
+        """This worker's descriptor of the pipe for questions about its collectives, and the pipe's inode; 0: none."""
+
     def address(self, local_rank: int) -> str:
         """The board's address in this worker's environment."""
 
@@ -350,6 +367,8 @@ class StackSampler:
         """Counters of a worker from look to look, by process: talked, wanted, awaited, awaited_by_threads."""
         self._handled: dict[tuple[int, tuple[Frame, ...]], str] = {}
         """The exception that a worker handled at a place, by process and place."""
+        self._questions = 0
+        """Number of questions about collectives."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps longer than the look waits."""
 
@@ -385,6 +404,9 @@ class StackSampler:
                     samples = await run_detached(lambda: _with_explanations(samples, programs))
             if any(_may_handle(sample, programs) for sample in samples):
                 samples = await run_detached(lambda: tuple(self._with_handled(each, programs) for each in samples))
+
+            if any(self._board.recorder(sample.local_rank)[0] for sample in samples):
+                samples = await run_detached(lambda: self._with_collectives(samples))
 
             if folder is None or not samples or self._at_disk:
                 return samples
@@ -432,6 +454,40 @@ class StackSampler:
             self._dumped[sample.pid] = (all_bytes + written, by_main_bytes + written)
             self._handled[place] = _handled_words(text)
         return structs.replace(sample, handles=self._handled[place])
+
+    def _with_collectives(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
+        """Add the collectives that torch's flight recorder has. Blocks."""
+        self._questions += 1
+        fds = {sample.local_rank: os.dup(self._board.stacks(sample.local_rank)) for sample in samples}
+        try:
+            asked = [
+                sample.local_rank
+                for sample in samples
+                if _ask_recorder(
+                    sample.pid, *self._board.recorder(sample.local_rank), fds[sample.local_rank], self._questions
+                )
+            ]
+            answers: dict[int, _RecorderAnswer] = {}
+            deadline = time.monotonic() + RECORDED_S_MAX
+            while len(answers) < len(asked) and time.monotonic() < deadline:
+                time.sleep(STILL_S)
+                for local_rank in asked:
+                    if (
+                        local_rank not in answers
+                        and (answer := _recorded(fds[local_rank], self._questions)) is not None
+                    ):
+                        answers[local_rank] = answer
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+        found = []
+        for sample in samples:
+            answer = answers.get(sample.local_rank, _RecorderAnswer(0, ()))
+            all_bytes, by_main_bytes = self._dumped.get(sample.pid, (0, 0))
+            self._dumped[sample.pid] = (all_bytes + answer.length, by_main_bytes)
+            handles = sample.handles or answer.handles
+            found.append(structs.replace(sample, collectives=answer.collectives, handles=handles))
+        return tuple(found)
 
     def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[tuple[RankSample, ...], dict[int, bytes]]:
         """The samples with their lines, and by local rank the text of the program."""
@@ -672,6 +728,47 @@ def _handled(pid: int, fd: int) -> str:
     while not (text := os.pread(fd, DUMP_BYTES_MAX, 0).decode(errors="replace")) and time.monotonic() < deadline:
         time.sleep(STILL_S)
     return text
+
+
+class _RecorderAnswer(Struct, frozen=True):
+    """The line that a worker writes about its collectives."""
+
+    number: int
+    collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)]
+    handles: str = ""
+    length: int = 0
+    """Its length (bytes), which the worker does not write."""
+
+
+def _ask_recorder(pid: int, pipe: int, inode: int, fd: int, number: int) -> bool:
+    """Ask a worker which collectives it is in. Returns whether an answer may come."""
+    if not pipe or not processes.has_open(pid, fd):
+        return False
+    try:
+        asks = os.open(f"/proc/{pid}/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(asks)
+        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != inode:
+            return False  # the program has closed the descriptor and opened something else
+        os.truncate(fd, 0)
+        return os.write(asks, number.to_bytes(QUESTION_BYTES, sys.byteorder)) == QUESTION_BYTES
+    except OSError:
+        return False  # it has left many questions unanswered
+    finally:
+        os.close(asks)
+
+
+def _recorded(fd: int, number: int) -> _RecorderAnswer | None:
+    """The answer to this question; None: it is not there yet."""
+    for line in os.pread(fd, DUMP_BYTES_MAX, 0).splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            with contextlib.suppress(DecodeError):  # an answer that does not fit: the worker's torch is another one
+                answer = json.decode(line, type=_RecorderAnswer)
+                if answer.number == number:
+                    return structs.replace(answer, length=len(line))
+    return None
 
 
 def _handled_words(text: str) -> str:

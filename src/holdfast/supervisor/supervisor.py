@@ -462,7 +462,7 @@ class Supervisor:
                 os.chdir(command["cwd"])
             report = _place_descriptors(dict(zip(command["fds"], fds, strict=True)), report)
 
-            # After the descriptors: beside those of the supervisor, their copies may have numbers above the limit.
+            # After the descriptors: beside the supervisor's, their copies may have numbers above the user's limit.
             restore_limit(self._limit)
             environment = {**os.environ, **command["env_set"]}
             for name in command["env_unset"]:

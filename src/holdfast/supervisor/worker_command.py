@@ -210,6 +210,29 @@ def torch_versions(path: Sequence[str]) -> dict[str, str]:
     return {}
 
 
+NCCL2_SWITCH = "TORCH_DIST_USE_NCCL2"
+"""torch 2.15: 0 lets the backend `nccl` be the one of earlier versions. `_register_builtin_nccl_backend` of
+torch.distributed.distributed_c10d reads it when the first group is made."""
+
+
+def backends_text(path: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What the backends of init_process_group are with the torch that an import would find first: `nccl` is another
+    one from torch 2.15 on. Read from its files, since an import takes seconds; empty: there is no torch."""
+    for folder in path:
+        text = read_text(os.path.join(folder, "torch", "version.py"))
+        if re.search(_VERSION, text, re.MULTILINE) is None:
+            continue
+        if re.search(_CUDA, text, re.MULTILINE) is None:
+            return "gloo (torch is built without GPUs)"
+        names = read_text(os.path.join(folder, "torch", "distributed", "distributed_c10d.py"))
+        if NCCL2_SWITCH not in names:
+            return "gloo on CPUs, nccl on GPUs"
+        if environ.get(NCCL2_SWITCH) == "0":
+            return f"gloo on CPUs, nccl on GPUs, which is nccl-legacy by {NCCL2_SWITCH}=0"
+        return f"gloo on CPUs, nccl on GPUs, which is nccl2 ({NCCL2_SWITCH}=0 for nccl-legacy)"
+    return ""
+
+
 MODES = ("node", "socket", "exclusive", "core-complex")
 SYS = Path("/sys")
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")

@@ -38,6 +38,21 @@ STORE_S_MAX = 300.0
 log = logging.getLogger(__name__)
 
 
+def _store_on(fd: int, port: int) -> Store:
+    """A store on a socket that already listens, and that the store owns from now on."""
+    given = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "timeout": timedelta(seconds=STORE_S_MAX),
+        "master_listen_fd": fd,
+    }
+    try:
+        return TCPStore("127.0.0.1", port, **given)
+    except NotImplementedError:
+        # torch 2.6: the store of libuv can be given no socket. The older one can, and serves the same clients.
+        return TCPStore("127.0.0.1", port, **given, use_libuv=False)
+
+
 class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's types are skipped
     """The rendezvous handler of one torchrun agent."""
 
@@ -91,14 +106,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
         """Open the generation's store; None: the generation was given up meanwhile. Raises
         RendezvousConnectionError."""
         if formed.listening is not None:  # this node hosts the store, at the port that was announced
-            return TCPStore(
-                "127.0.0.1",
-                formed.master_port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=STORE_S_MAX),
-                master_listen_fd=formed.listening.detach(),
-            )
+            return _store_on(formed.listening.detach(), formed.master_port)
         while True:
             try:
                 store = TCPStore(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from holdfast.train.group import ddp, process_group
     from holdfast.train.guards import GuardWarning
     from holdfast.train.remaking import multiple_of
+    from holdfast.train.replica_check import check_replicas
     from holdfast.train.snapshots_api import Keep, SnapshotOptions, Snapshots
     from holdfast.train.storage import SnapshotReader, SnapshotWriter
     from holdfast.train.survival import survive
@@ -36,6 +37,7 @@ __all__ = [
     "SnapshotWriter",
     "Snapshots",
     "accumulate",
+    "check_replicas",
     "ddp",
     "load_weights",
     "multiple_of",
@@ -54,6 +56,7 @@ _HOMES = {
     "SnapshotWriter": "storage",
     "Snapshots": "snapshots_api",
     "accumulate": "accumulation",
+    "check_replicas": "replica_check",
     "ddp": "group",
     "load_weights": "weights",
     "multiple_of": "remaking",

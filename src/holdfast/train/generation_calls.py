@@ -141,13 +141,19 @@ class GenerationCalls:
             self.channel.say("unable")
         self.channel.close()
 
-    def say_withdrawn(self, why: str) -> None:
-        """Print why a loss is not survived any more. One rank alone may have found the reason; if several have, the
-        first of them prints it."""
+    def withdraw(self, why: str, leave: Callable[[], object]) -> bool:
+        """Make this a plain call from now on: print why a loss is not survived any more, and `leave`, which calls
+        `self.leave`. False: it is one already. One rank alone may have found the reason; if several have, the first of
+        them prints it."""
+        if self.withdrawn:
+            return False
         group = self.group
         if SharedFacts(group.rank, group.world, group.store).count("survive/withdrawn", 1) <= 1:
             seen = f", as rank {group.rank} has found" if group.world > 1 else ""
             sys.stderr.write(f"holdfast: ht.survive: {why}{seen}; if a rank is lost, all are started again\n")
+        leave()
+        drain.before_stop(None)
+        return True
 
     # --- leaving the old world --------------------------------------------------------------------------------------
 

@@ -40,13 +40,15 @@ from holdfast.protocol.errors import ProcessGroupError, SnapshotIncompleteError
 from holdfast.train import torch_private
 from holdfast.train.agent_channel import GroupSockets, is_replacement
 from holdfast.train.agreement import PATIENCE_S, Peers
-from holdfast.train.guards import enabled, guarded, renew_guards, replaced, watch
+from holdfast.train.guards import active, enabled, guarded, renew_guards, replaced, watch
+from holdfast.train.replica_check import check_by_default, checked, renew_checks
 
 
 def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> DistributedDataParallel:
     """`module`, moved to this process's device, as DistributedDataParallel; `arguments` are DDP's own.
 
-    On CUDA `device_ids` is this process's device. A module that spans several devices, or that is on its device
+    Its replicas are compared now and then, and differences are reported: see `check_replicas`. On CUDA `device_ids` is
+    this process's device. A module that spans several devices, or that is on its device
     already, is wrapped by hand: everything in holdfast.train takes any DDP, FSDP2 or plain module.
     Raises ProcessGroupError for a module that is sharded by FSDP2: it needs no DDP.
     """
@@ -58,6 +60,8 @@ def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> Distributed
         arguments.setdefault("device_ids", [group.device.index])
     model = DistributedDataParallel(module, **arguments)
     watch(model)
+    if active():
+        check_by_default(model)
     return model
 
 
@@ -195,7 +199,8 @@ def process_group(
     clean = False
     _open.append(group)
     try:
-        with _subgroups_noted(group), guarded(group) if guards and enabled() else contextlib.nullcontext():
+        guard = guarded(group) if guards and enabled() else contextlib.nullcontext()
+        with _subgroups_noted(group), guard, checked(group):
             try:
                 yield group
                 clean = True
@@ -213,24 +218,27 @@ def regroup(group: ProcessGroup, generation: int, ranks: Callable[[int], int] = 
 
     `group` gets its new rank and world. Returns the ranks of the new world. All of them call this, and no thread may be
     in an operation of the old world any more. `ranks`: the number of ranks that are used, of those that are there; the
-    others are alone, and get None. Raises RuntimeError and
-    ProcessGroupError, like `process_group`.
+    others are alone, and get None. Raises RuntimeError and ProcessGroupError, like `process_group`.
     """
     assert group.connection is not None
     _destroy(group)
     variables = _LauncherVariables.of_environment()
     name = f"holdfast.generation.{generation}"
     used = replace(variables, world=ranks(variables.world))
+    if not 1 <= used.world <= variables.world:
+        raise ProcessGroupError(f"ht.survive(ranks=…): {used.world} of {variables.world} ranks would train")
     if variables.rank >= used.world:
         group.connection.generation_store = dist.PrefixStore(name, _store_of_generation(variables, {}))
         _join(replace(variables, alone=True), group.device, group.connection, name)
         group.rank, group.world, group.store = variables.rank, used.world, torch_private.default_store()
+        renew_checks(0, 1, None)
         return None
     _join(used, group.device, group.connection, name)
     group.rank, group.world = used.rank, used.world
     whole = dist.PrefixStore(name, torch_private.default_store())
     group.store = dist.PrefixStore("train", whole)
     renew_guards(group.rank, group.world, dist.PrefixStore("guards", whole))
+    renew_checks(group.rank, group.world, dist.PrefixStore("replicas", whole))
     return Peers(group.rank, group.world, dist.PrefixStore("peers", whole) if group.world > 1 else None)
 
 

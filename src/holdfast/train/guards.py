@@ -206,6 +206,11 @@ def _of_torch() -> Guards:
     return Guards(dist.get_rank(), dist.get_world_size(), store)
 
 
+def active() -> bool:
+    """Whether guards watch this process."""
+    return _current is not None
+
+
 def watch(model: nn.Module) -> None:
     """Let active guards see a DDP or FSDP2 model's passes. `ht.ddp`, `ht.accumulate` and `Snapshots.track` call it."""
     if _current is not None:

@@ -248,7 +248,7 @@ _needs_gradient = operator.attrgetter("requires_grad")
 
 def why_not(wrapper: DistributedDataParallel) -> str:
     """A sentence that says why this module's reducer cannot be built again for other ranks so that it computes the
-    same; empty: it can. docs/train.md has the table."""
+    same; empty: it can. docs/survive.md lists it."""
     named = _name(wrapper)
     if missing := torch_private.reducer_names_missing():
         return missing

@@ -140,13 +140,16 @@ class Remaker:
         calls, group = self._calls, self._calls.group
         sys.stderr.write(f"holdfast: ht.survive: rank {group.rank} waits as a spare: ranks= lets {group.world} train\n")
         calls.step_is_done()
-        while not calls.generation_store.check([TRAINED]):
-            calls.leave_if_cut()
-            drain.beat()
-            if not drain.asked():
-                time.sleep(SPARE_POLL_S)
-            elif drain.should_stop():
-                return  # the whole job stops here
+        drain.wait_as_spare(True)
+        try:
+            while not calls.generation_store.check([TRAINED]):
+                calls.leave_if_cut()
+                if not drain.asked():
+                    time.sleep(SPARE_POLL_S)
+                elif drain.should_stop():
+                    return  # the whole job stops here
+        finally:
+            drain.wait_as_spare(False)
 
     # --- what the calls ask -----------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class Remaker:
 
     def at_safe_point(self, release: Release) -> None:
         if not release.cut:
-            self._snaps._save_at_safe_point(leaves=release.leaves)
+            self._snaps._save_at_safe_point(leaves=release.leaves, nodes=release.nodes)
 
     def go_on(self, report: RegroupReport) -> None:  # noqa: ARG002 - `resumed` completes it
         """Let everything go, and enter the next generation."""
@@ -247,12 +250,8 @@ class Remaker:
 
     def withdraw(self, why: str) -> None:
         """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""
-        if self._calls.withdrawn:
-            return
-        self._snaps._not_survived = why
-        self._calls.say_withdrawn(why)
-        self._leave()
-        drain.before_stop(None)
+        if self._calls.withdraw(why, self._leave):
+            self._snaps._not_survived = why
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
         if self._optimizers is not None and self._optimizers.note(optimizer) and self._replicas is not None:

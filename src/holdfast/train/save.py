@@ -22,6 +22,7 @@ import torch
 
 from holdfast.protocol.errors import (
     HoldfastError,
+    NotFiniteError,
     ReplicasDifferError,
     SnapshotError,
     SnapshotIncompleteError,
@@ -107,6 +108,8 @@ class SaveDecision(Enum):
     """The save was postponed too often: another round follows, as if no gradients were pending."""
     POSTPONE = "postpone"
     """Nothing is saved now."""
+    NOT_FINITE = "not finite"
+    """A value is not finite, and that ends the training: all ranks raise."""
     DIFFER = "differ"
     """Replicas differ: all ranks raise."""
     FAIL = "fail"
@@ -139,7 +142,7 @@ class TensorFindings(NamedTuple):
     replicas: list[list[Any]]
     """Groups of ranks that have the same tensors as this one, each with this rank's digest of these."""
     not_finite: str
-    """Name of a trained tensor with a value that is not finite; empty: there is none."""
+    """Name of the first trained tensor with a value that is not finite; empty: there is none."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ class SaveRules:
     """The number of failed saves in a row after which all ranks raise."""
     replicas_differ: bool = False
     """Whether ranks may have different values of a parameter: see `SnapshotOptions`."""
+    stops_not_finite: bool = False
+    """Whether all ranks raise if a value in a save to the disk is not finite."""
     read_back: bool = False
     """Whether each rank reads its file back after a save, because retention needs that."""
 
@@ -299,6 +304,8 @@ class Saving:
                     raise SnapshotError(answer["text"])
                 case SaveDecision.DIFFER:
                     self._raise_difference(answer["ranks"])
+                case SaveDecision.NOT_FINITE:
+                    self._raise_not_finite(answer["not_finite"])
                 case SaveDecision.POSTPONE:
                     if not pending:
                         # This rank's copy is dropped: otherwise the next try would overwrite the slot with the last
@@ -448,6 +455,9 @@ class Saving:
             return {**answer, "do": SaveDecision.EXAMINE.value}
         if persist and (differ := _differing(findings)):
             return {**answer, "do": SaveDecision.DIFFER.value, "ranks": differ}
+        not_finite = next((f"{each.not_finite} of rank {n}" for n, each in enumerate(findings) if each.not_finite), "")
+        if persist and not_finite and self._rules.stops_not_finite:
+            return {**answer, "do": SaveDecision.NOT_FINITE.value, "not_finite": not_finite}
 
         if self._copies is not None:
             copies = [each.copies or () for each in reports]
@@ -460,7 +470,6 @@ class Saving:
                 answer["failure"] = asdict(self._failed.not_begun(error, demanded=demanded))
             else:
                 self._failed.handed_over()
-                not_finite = next((each.not_finite for each in findings if each.not_finite), "")
                 metrics = _means([each.metrics for each in reports])
                 answer |= {"attempt": number, "metrics": metrics, "not_finite": not_finite}
                 answer["do"] = SaveDecision.PERSIST.value
@@ -533,10 +542,14 @@ class Saving:
         ]
         return TensorFindings(digests, replicas.first_not_finite(collected.trained(written)))
 
+    def drop_uncompared(self) -> None:
+        """Drop the states since the last comparison, which may be wrong: the saver would write them when this process
+        ends."""
+        self.tier.drop(self._compared_step)
+
     def _raise_difference(self, ranks: list[int]) -> NoReturn:
         """Raise ReplicasDifferError, since these ranks have different digests. All ranks call it."""
-        # States since the last comparison may be wrong: the saver would write them when this process ends.
-        self.tier.drop(self._compared_step)
+        self.drop_uncompared()
         assert self._layout is not None
         group = next((each for each in self._layout.replicas if list(each.ranks) == ranks), None)
         shared, mine = self._collect().shared, []
@@ -548,6 +561,16 @@ class Saving:
         if answers:
             found = replicas.first_difference({rank: answers[rank][1] for rank in ranks}, answers[ranks[0]][0])
         raise ReplicasDifferError(self._peers.broadcast(_text_of_difference(found, self._tracker.state.step)))
+
+    def _raise_not_finite(self, name: str) -> NoReturn:
+        """Raise NotFiniteError. All ranks call it."""
+        step = self._tracker.state.step
+        self.tier.drop(step - 1)
+        raise NotFiniteError(
+            f"{name} has values that are not finite after step {step}\n"
+            "This state was not saved, and the next start goes on from the newest one whose values are finite "
+            "(SnapshotOptions(nonfinite='stop'))."
+        )
 
     def _warn_of_not_finite(self, name: str) -> None:
         if self._peers.rank == 0:

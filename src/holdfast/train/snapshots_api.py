@@ -24,18 +24,20 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast import worker
 from holdfast.protocol.errors import (
     IntervalError,
+    ReplicasDifferError,
     SnapshotError,
     SnapshotWriteError,
     TrackingError,
 )
 from holdfast.protocol.train_contract import SAVER_VARIABLE
+from holdfast.train import replica_check
 from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
 from holdfast.train.continued_pass import ContinuedPasses
@@ -88,12 +90,17 @@ class SnapshotOptions:
     replicas_differ: bool = False
     """Whether ranks may have different values of a parameter (local SGD); a snapshot then has those of the first rank
     that has it. False: that is an error, at each save to the disk."""
+    nonfinite: Literal["report", "stop"] = "report"
+    """What follows if a parameter or optimizer value in a save to the disk is nan or infinite. "report": rank 0 warns,
+    and the snapshot is marked. "stop": all ranks raise NotFiniteError, and nothing is saved."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
             raise IntervalError(f"failed_saves_max={self.failed_saves_max!r}: a number of saves, at least 1")
         if self.copies_bytes_per_s is not None and not self.copies_bytes_per_s > 0:
             raise IntervalError(f"copies_bytes_per_s={self.copies_bytes_per_s!r}: more than 0, or None")
+        if self.nonfinite not in ("report", "stop"):
+            raise IntervalError(f'nonfinite={self.nonfinite!r}: "report" or "stop"')
         self.patience(None)
 
     def patience(self, interval_steps: int | None) -> Patience:
@@ -466,19 +473,28 @@ class Snapshots:
                 self._durable_epoch, self._unsaved = newest.durable_epoch, newest.unsaved
             saving.errors += self._before.errors
         saving.resumed_from(state)
+        if lost and resumed is None and saving.peers.rank == 0:
+            warnings.warn(
+                f"holdfast: ht.survive: {lost} steps are lost: no state of them was complete in memory, and none was "
+                "on the disk. Training begins at step 0.\nOn several nodes, use copies=1, or a shorter every=.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         self._new_world, self._before = None, _Before()
         remaker.resumed(lost)
         # From now on there is a state of all that is tracked, also of what is older, and it is whole on each node.
         if resumed is None or (state is not None and state[2] == ALONE_SAVE):
             self._save(saving, durable=False)
 
-    def _save_at_safe_point(self, *, leaves: bool) -> None:
-        """Save the step that was just completed, at a safe point at which all ranks leave the training function. If
-        some rank `leaves` the job, its memory may go with it: then the state goes to the disk."""
+    def _save_at_safe_point(self, *, leaves: bool, nodes: int) -> None:
+        """Save the step that was just completed, at a safe point at which all ranks leave the training function. It
+        goes to the disk if some rank `leaves` the job, whose memory may go with it, or if the ranks of the next
+        generation are on several `nodes`, which cannot read each other's memory without copies."""
         if self._saving is None or self._at_safe_point is None:
             return  # the program asks for safe points itself, and it is not known whether a step is complete
         assert self._peers is not None
-        durable = any(self._peers.all_gather(leaves))
+        readable = nodes == 1 or (self._copies is not None and self._copies.report().port > 0)
+        durable = any(self._peers.all_gather(leaves or not readable))
         pending = self._at_safe_point is WherePending.HERE
         if self._save(self._saving, durable=durable, pending=pending) and durable:
             self._wait(self._saving)
@@ -494,8 +510,15 @@ class Snapshots:
         if self._before.step < 0:  # otherwise the time since the last save goes on
             self._clock.start(step, time.monotonic())
         self._watch_optimizers()
+        state = self.state
+        replica_check.counted_by(lambda: state.step)
+        if self._options.replicas_differ:
+            replica_check.may_differ(self._tracker.models)
         rules = SaveRules(
-            self._options.failed_saves_max, self._options.replicas_differ, read_back=self._keep is not None
+            self._options.failed_saves_max,
+            self._options.replicas_differ,
+            stops_not_finite=self._options.nonfinite == "stop",
+            read_back=self._keep is not None,
         )
         self._saving = saving = Saving(self._tracker, peers, tier, self._clock, self._taken, rules, self._copies)
         return saving
@@ -756,6 +779,8 @@ class Snapshots:
             self._life.failed(error, self.state.step)
         self._closed = True
         self._remove_hooks()
+        if isinstance(error, ReplicasDifferError) and self._saving is not None:
+            self._saving.drop_uncompared()
         if self._current_tier is not None:
             self._current_tier.close(ahead=True)
         if self._lease is not None:

@@ -91,7 +91,12 @@ def _open_store(store_class: Any, fd: int) -> Any:
     with socket.socket(fileno=os.dup(fd)) as listening:
         port = listening.getsockname()[1]
         host = "127.0.0.1" if listening.family == socket.AF_INET else "localhost"
-    return store_class(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    given = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
+    try:
+        return store_class(host, port, **given)
+    except NotImplementedError:
+        # torch 2.6: the store of libuv can be given no socket. The older one can, and serves the same clients.
+        return store_class(host, port, **given, use_libuv=False)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, together
 from holdfast.train.unnoticed_writes import ValueProbe
 from holdfast.train.untracked import UntrackedOptimizers
-from holdfast.worker import drain
 
 if TYPE_CHECKING:
     from holdfast.train.snapshots_api import Snapshots
@@ -272,12 +271,8 @@ class Survivor:
 
     def withdraw(self, why: str) -> None:
         """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""
-        if self._calls.withdrawn:
-            return
-        self._snaps._not_survived = why
-        self._calls.say_withdrawn(why)
-        self._leave()
-        drain.before_stop(None)
+        if self._calls.withdraw(why, self._leave):
+            self._snaps._not_survived = why
 
     def at_boundary(self) -> None:
         """Keep the state of the step that was just completed. Raises Released if the training function is to be left

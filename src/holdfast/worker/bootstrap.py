@@ -438,8 +438,10 @@ def _serve_agent() -> Callable[[], None]:
         board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
         _write_stacks_on_signal(address, board)
         _write_handled_exception_on_signal(address, board)
-        profiled = _take_profiles(address, board, os.path.dirname(folder))
-        _load(os.path.join(folder, "progress.py"), layout=board, profiled=profiled).begin(address)
+        package = os.path.dirname(folder)
+        profiled = _take_profiles(address, board, package)
+        given = {"profiled": profiled, "recorded": _answer_about_collectives(address, board, package)}
+        _load(os.path.join(folder, "progress.py"), layout=board, **given).begin(address)
         own_pid = os.getpid()
         return lambda: _report_exception(address, board) if os.getpid() == own_pid else None
     return lambda: None
@@ -504,6 +506,25 @@ def _take_profiles(address: str, board: Any, package: str) -> Callable[[int, boo
     except (ImportError, OSError, ValueError):
         pass  # this Python lacks the function, or we are not in the main thread: steps can be profiled
     return follow
+
+
+def _answer_about_collectives(address: str, board: Any, package: str) -> Callable[[Any, memoryview, int], None]:
+    """Returns the function to call with each default process group: from the first one on the agent can ask what
+    torch's flight recorder has. It gets torch.distributed.distributed_c10d, the board and our slot on it."""
+    own_pid = os.getpid()
+    recorder: Any = None
+
+    def recorded(c10d: Any, words: memoryview, slot: int) -> None:
+        nonlocal recorder
+        if os.getpid() != own_pid:
+            return
+        if recorder is None:
+            path = os.path.join(package, "extensions", "hangs", "worker.py")
+            recorder = _load(path, layout=board).Recorder(c10d)
+            recorder.serve(os.path.dirname(address), words, slot)
+        recorder.begin_group()
+
+    return recorded
 
 
 def _write_handled_exception_on_signal(address: str, board: Any) -> None:

@@ -68,6 +68,11 @@ class _Beats:
             if not words[self._slot + layout.BEGAN_AT]:
                 words[self._slot + layout.BEGAN_AT] = step + 1
 
+    def wait_as_spare(self, waits: bool) -> None:
+        words = self._words
+        if words is not None and os.getpid() == self._pid:
+            words[self._slot + layout.SPARE] = int(waits)
+
 
 _beats: _Beats | None = None
 """One per process, made at the first call: a worker may be forked from a process that is no worker."""
@@ -97,6 +102,11 @@ def at_step(step: int, of: int | None = None) -> None:
     beat() it costs about a microsecond, never raises for numbers of 0 or more, and does nothing without holdfast.
     """
     _own_beats().at_step(step, of)
+
+
+def wait_as_spare(waits: bool) -> None:
+    """Report that this rank waits as a spare from now on, or does not any more. `ht.survive` calls it."""
+    _own_beats().wait_as_spare(waits)
 
 
 def _own_beats() -> _Beats:

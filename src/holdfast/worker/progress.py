@@ -1,8 +1,8 @@
 """Records a worker's moments on the board: its begin, its process group and its steps. Runs no user code.
 
 The bootstrap loads it by its path, so it imports nothing of ours and must run under any Python. The bootstrap sets the
-names `layout` (protocol/board_layout.py) and `profiled`. Hooks torch after the program imports it, and never imports
-it:
+names `layout` (protocol/board_layout.py), `profiled` and `recorded`. Hooks torch after the program imports it, and
+never imports it:
 
 - `register_optimizer_step_post_hook`, torch's public global hook, counts steps, at about 0.5 microseconds each.
   Steps of an optimizer that is itself compiled (torch.compile) are not seen.
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
     def profiled(order: int, stepped: bool) -> bool:
         """Begin or end a profile; returns whether to call again after each step."""
+
+    def recorded(c10d: ModuleType, words: memoryview, slot: int) -> None:
+        """The program has a default process group: answer the agent's questions about its collectives."""
 
     Handler = Callable[..., Iterator[Any]]
 
@@ -168,6 +171,11 @@ class Marks:
         if self._own and not self._words[self._slot + which]:
             self._words[self._slot + which] = time.monotonic_ns()
 
+    def grouped(self, c10d: ModuleType) -> None:
+        """The process has a default group."""
+        if self._own:
+            recorded(c10d, self._words, self._slot)
+
     def count_steps(self, optimizer: ModuleType) -> None:
         """Hook torch.optim.optimizer."""
         register = getattr(optimizer, "register_optimizer_step_post_hook", None)
@@ -257,7 +265,7 @@ def _hide_this_frame(error: BaseException) -> None:
         error.__traceback__ = trace.tb_next
 
 
-def keep_groups(_: Marks, c10d: ModuleType) -> None:
+def keep_groups(marks: Marks, c10d: ModuleType) -> None:
     """Hook torch.distributed.distributed_c10d: every gloo group stays to the end of the process, the default one from
     its beginning, the others when all are destroyed. A torch without such a function is left alone."""
     update = getattr(c10d, "_update_default_pg", None)
@@ -268,6 +276,8 @@ def keep_groups(_: Marks, c10d: ModuleType) -> None:
     def update_default_pg(group: Any) -> Any:
         for each in list(getattr(c10d._world, "pg_map", ())) if group is None else [group]:
             _keep_group(c10d, each, kept)
+        if group is not None:
+            marks.grouped(c10d)
         return update(group)
 
     c10d._update_default_pg = update_default_pg  # type: ignore[attr-defined]

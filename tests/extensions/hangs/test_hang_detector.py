@@ -107,6 +107,19 @@ def test_the_last_rank_is_ended_although_no_step_was_made() -> None:
     assert isinstance(hall.wait(3000.0)[-1], EndHung)
 
 
+def test_a_rank_that_waits_as_a_spare_hides_no_hang_and_is_no_part_of_it() -> None:
+    """It makes no steps, and nobody waits for it."""
+    hall = Hall(finding=structs.replace(PAUSED, culprits=(0,), text="rank 0 is in sleep"))
+    for second in range(1, 11):
+        hall.now = float(second)
+        hall.progress(Stage.STEPPING, second * 10, ranks="a")
+        hall.progress(Stage.SPARE, ranks="b")
+    report = hall.wait(400.0)[0]
+    assert isinstance(report, ReportHang)
+    assert {story.rank for stories in hall.stories for story in stories} == {0}
+    assert report.finding.kind is HangKind.PAUSED, "the other rank has not ended"
+
+
 class TestLively:
     """A rank that may go on by itself."""
 

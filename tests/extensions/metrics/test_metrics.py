@@ -216,6 +216,21 @@ def test_workers_that_go_on_are_alive_with_their_new_ranks() -> None:
     assert [(each.local_rank, each.rank, each.steps_total) for each in facts.ranks] == [(0, 2, 104), (2, 3, 85)]
 
 
+def test_a_spare_has_no_steps_that_could_be_old() -> None:
+    def play(vitals: Vitals, world: dict[str, Any]) -> None:
+        vitals.heard("generation", {"generation": 1, **GENERATION})
+        world["ranks"] = ranks(100, 90)
+        vitals._gather()
+        vitals.heard("generation", {"generation": 2, **GENERATION, "local_ranks": [0, 1], "folders": []})
+        world["ranks"] = (ranks(5)[0], RankProgress(1, Stage.SPARE, 0, 70.0))
+        vitals._gather()
+        vitals.heard("generation", {"generation": 3, **GENERATION, "local_ranks": [0, 1], "folders": []})
+        world["ranks"] = ranks(1, 1)
+        vitals._gather()
+
+    assert [(each.local_rank, each.steps_total) for each in with_vitals(play).ranks] == [(0, 106), (1, 91)]
+
+
 def test_a_steps_duration_is_of_the_last_half_minute() -> None:
     def play(vitals: Vitals, world: dict[str, Any]) -> None:
         for second in range(100):

@@ -46,6 +46,8 @@ class SimOptions:
     """The workers run in `ht.survive`."""
     survive: Survive = Survive.SHRINK
     min_ranks: int = 1
+    multiple: int = 1
+    """A generation trains on a multiple of so many ranks, and the others are spares. Each node has a multiple."""
     asks: bool = False
     """The workers ask for safe points."""
     grow: Grow = Grow.DRAIN
@@ -85,7 +87,7 @@ class SimCluster(World):
         self.stalls: dict[tuple[int, int], Stall] = {}
         """By (coordinator that assigned it, generation)."""
         self.hosts += [f"n{i}" for i in range(nodes)]
-        self.nproc = {host: self.random.randint(1, options.nproc_max) for host in self.hosts}
+        self.nproc = {host: options.multiple * self.random.randint(1, options.nproc_max) for host in self.hosts}
         self.agents: dict[str, DrawnAgent] = {}
         self.kinds: Counter[OutcomeKind] = Counter()
         """How all agents ended, those of hosts that came back included."""

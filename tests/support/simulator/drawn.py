@@ -30,6 +30,8 @@ EXIT_FUNCTIONS_S = 3.0
 PROGRESS_S = 1.0
 WARM_STEPS = 4
 """A generation may stall from then on."""
+OVER_S = 0.5
+"""Workers end within so long of each other, and spares after all others."""
 STEP_S = 0.5
 """From one safe point of a pretend worker to the next."""
 
@@ -55,6 +57,8 @@ class DrawnAgent(SimAgent):
         self.replacements: dict[int, int] = {}
         """Workers that take no part yet: the number of each process, by local rank."""
         self._ready: set[int] = set()
+        self._spares: set[int] = set()
+        """Workers that make no steps in this generation: there are more than its model fits on."""
         self._process: dict[int, int] = {}
         """The number of each worker's process, by local rank."""
         self._pids = 0
@@ -176,13 +180,22 @@ class DrawnAgent(SimAgent):
         """The workers that take part make steps from now on."""
         cluster = self.cluster
         self._able, self._gate = set(), set()
+        used = assign.world_size - assign.world_size % cluster.options.multiple
+        ranks = {local_rank: assign.rank_base + assign.place(local_rank) for local_rank in self.workers}
+        self._spares = {local_rank for local_rank, rank in ranks.items() if rank >= used}
+        if self._spares:
+            cluster.log(self.host, f"workers {sorted(self._spares)} are spares of generation {assign.generation}")
+        if not used:
+            self._refuse_soon(assign.generation, "the model does not fit")
         for local_rank in sorted(self.workers):
             self._pids += 1
             cluster.checker.has_rank(
                 (self.coordinator_number, assign.generation, assign.rank_base + assign.place(local_rank)),
                 (self.host, self.incarnation, self._process.setdefault(local_rank, self._pids)),
             )
-            self._ends_s[local_rank] = cluster.clock.now + cluster.options.work_s + cluster.random.uniform(0.0, 0.5)
+            over_s = OVER_S if local_rank in self._spares else 0.0
+            jitter_s = cluster.random.uniform(0.0, OVER_S)
+            self._ends_s[local_rank] = cluster.clock.now + cluster.options.work_s + jitter_s + over_s
             self._worker_ends_soon(local_rank, 0, self._ends_s[local_rank] - cluster.clock.now)
             if cluster.options.survives:
                 delay_s = cluster.random.choice([0.001, 0.05, 0.05, 0.5])
@@ -228,8 +241,9 @@ class DrawnAgent(SimAgent):
 
     def stall(self, for_s: float, *, still: bool) -> None:
         """From now on there are no steps in this generation, everywhere. `still`: all wait for one of our workers."""
-        if self.workers and self.steps >= WARM_STEPS and self._stall is None and self.cluster.options.steps:
-            now, victim = self.cluster.clock.now, self.cluster.random.choice(sorted(self.workers))
+        trains = sorted(self.workers - self._spares)
+        if trains and self.steps >= WARM_STEPS and self._stall is None and self.cluster.options.steps:
+            now, victim = self.cluster.clock.now, self.cluster.random.choice(trains)
             self.cluster.log(
                 self.host, f"generation {self.generation} stalls for {for_s:g} s" + f" by {victim}" * still
             )
@@ -253,7 +267,10 @@ class DrawnAgent(SimAgent):
         if stall is not None and now < stall.until_s:
             age_s += now - stall.since_s
         stage = Stage.STEPPING if steps else Stage.READY
-        ranks = tuple(RankProgress(rank, stage, steps, age_s) for rank in range(self.nproc))
+        ranks = tuple(
+            RankProgress(rank, Stage.SPARE) if rank in self._spares else RankProgress(rank, stage, steps, age_s)
+            for rank in range(self.nproc)
+        )
         self.handle(ev.WorkersProgress(self.generation, ranks))
         self.cluster.agenda.after(PROGRESS_S, lambda: self._tell_progress(world))
 
@@ -274,8 +291,9 @@ class DrawnAgent(SimAgent):
     # Pretend workers that ask for safe points reach one every STEP_S; each is a little out of step with the others.
 
     def _reached(self, local_rank: int, at_s: float) -> int:
-        """The newest safe point this worker has reached by then, if nobody holds it."""
-        if not self.cluster.asks:
+        """The newest safe point this worker has reached by then, if nobody holds it. A spare asks for none before all
+        are to come to one."""
+        if not self.cluster.asks or local_rank in self._spares:
             return 0
         return max(0, int((at_s - self._started_s - 0.1 * local_rank) / STEP_S))
 
@@ -297,9 +315,13 @@ class DrawnAgent(SimAgent):
         for local_rank in sorted(self.workers):
             reached = self._reached(local_rank, held_s)
             cluster.checker.told(self.coordinator_number, generation, reached, safe_point)
-            delay_s = (safe_point - reached) * STEP_S + cluster.random.uniform(0.0, 0.5)
+            delay_s = self._way_s(local_rank, safe_point - reached) + cluster.random.uniform(0.0, 0.5)
             drained = partial(self._drained, generation, local_rank, safe_point)
             cluster.agenda.after(delay_s, partial(self._when_running, drained))
+
+    def _way_s(self, local_rank: int, safe_points: int) -> float:
+        """How long it takes to the safe point. A spare has no steps to do."""
+        return 0.0 if local_rank in self._spares else safe_points * STEP_S
 
     def _drained(self, generation: int, local_rank: int, safe_point: int) -> None:
         if generation == self.generation and local_rank in self.workers and not self.hangs:
@@ -331,7 +353,7 @@ class DrawnAgent(SimAgent):
             if safe_point:
                 reached = self._reached(local_rank, held_s if held_s is not None else now)
                 cluster.checker.told(self.coordinator_number, before, reached, safe_point)
-                delay_s += (safe_point - reached) * STEP_S
+                delay_s += self._way_s(local_rank, safe_point - reached)
             self._comes(assign, local_rank, delay_s, at_once=not safe_point)
         self._look_at_gate(assign)
 
@@ -367,8 +389,10 @@ class DrawnAgent(SimAgent):
         """A worker waits at the safe point for one that has ended before it."""
         if self._came and self._ended_before:
             self._ended_before = set()
-            refused = ev.RegroupRefused(assign.generation, "a rank has ended before the safe point")
-            self.cluster.agenda.after(0.001, lambda: self.handle(refused))
+            self._refuse_soon(assign.generation, "a rank has ended before the safe point")
+
+    def _refuse_soon(self, generation: int, why: str) -> None:
+        self.cluster.agenda.after(0.001, lambda: self.handle(ev.RegroupRefused(generation, why)))
 
     def _look_at_gate(self, assign: Assign) -> None:
         """All workers that take part have come, or will end there because the node leaves: it is prepared."""

@@ -3,6 +3,7 @@
     python -m tests.support.simulator.sweep 4711       one job and its whole story
     python -m tests.support.simulator.sweep 0:20000    many, on all cores; counts, and the seeds that broke a promise
     python -m tests.support.simulator.sweep succession 4711 | 0:20000    jobs whose nodes elect their coordinator
+    python -m tests.support.simulator.sweep multiples 4711 | 0:20000     jobs that train on a multiple of some number of ranks
     python -m tests.support.simulator.sweep questions 4711 | 0:20000     the first ones, with questions of users
     python -m tests.support.simulator.sweep questions-succession …       the second ones, with questions of users
 
@@ -48,9 +49,10 @@ class Draw:
     """Every host that goes comes back, and the budget is large: ending is not enough, the job must succeed."""
 
 
-PLAIN, SUCCESSION, QUESTIONS, QUESTIONS_SUCCESSION = FAMILIES = (
+PLAIN, SUCCESSION, MULTIPLES, QUESTIONS, QUESTIONS_SUCCESSION = FAMILIES = (
     "plain",
     "succession",
+    "multiples",
     "questions",
     "questions-succession",
 )
@@ -166,6 +168,44 @@ def _leaving(random: Random, options: SimOptions, nodes: int) -> SimOptions:
     )
 
 
+def draw_multiples(seed: int) -> Draw:
+    """A job with a sharded model: each generation trains on a multiple of 2 or more ranks, and the others are spares."""
+    random = Random(seed * 15_485_863 + 5)
+    drawn = draw(seed)
+    nodes = min(drawn.nodes, 4)
+    few = random.choice([0, 0, 1])
+    faults = FaultOptions(
+        worker_failures=few,
+        worker_kills=random.choice([1, 3, 5]),
+        agent_kills=few,
+        power_losses=random.choice([0, 0, 1]),
+        partitions=random.choice([0, 0, 1]),
+        signals=random.choice([0, 0, 2]),
+        store_deaths=random.choice([0, 0, 1]),
+        hangs=random.choice([0, 0, 2]),
+        pauses=random.choice([0, 0, 2]),
+        gate_faults=random.random() < 0.3,
+        reboots=drawn.options.faults.reboots,
+    )
+    options = replace(
+        drawn.options,
+        min_nodes=1,
+        max_nodes=nodes,
+        nproc_max=random.choice([1, 2]),
+        multiple=random.choice([2, 2, 3, 4]),
+        fixed_ranks=False,
+        work_s=random.choice([20.0, 60.0]),
+        steps=True,
+        asks=random.random() < 0.7,
+        survives=True,
+        survive=random.choice([Survive.SHRINK, Survive.SHRINK, Survive.WAIT]),
+        min_ranks=1,
+        limits=structs.replace(drawn.options.limits, hang_report_s=10.0, hang_timeout_s=20.0, look_moving_s=5.0),
+        faults=faults,
+    )
+    return Draw(seed, nodes, options, drawn.must_succeed)
+
+
 def _faults(random: Random, *, must_succeed: bool) -> FaultOptions:
     return FaultOptions(
         span_s=random.choice([5.0, 60.0, 60.0]),
@@ -256,8 +296,16 @@ def run_seed(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
 
     Raises BrokenPromiseError when a promise did not hold, success included where it was demanded.
     """
-    drawn = draw(seed)
-    cluster = SimCluster(seed, drawn.nodes, drawn.options, story_lines_max=story_lines_max)
+    return _run(draw(seed), story_lines_max)
+
+
+def run_multiples(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
+    """One job of draw_multiples to its end. Raises BrokenPromiseError."""
+    return _run(draw_multiples(seed), story_lines_max)
+
+
+def _run(drawn: Draw, story_lines_max: int | None) -> SimCluster:
+    cluster = SimCluster(drawn.seed, drawn.nodes, drawn.options, story_lines_max=story_lines_max)
     cluster.run()
     if drawn.must_succeed and not cluster.succeeded():
         raise BrokenPromiseError(cluster.tell("every host came back and the budget was large, yet nobody succeeded"))
@@ -267,12 +315,7 @@ def run_seed(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
 def run_asked(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
     """The job of this seed, with questions of users. Where it must succeed, none of them ends it."""
     drawn = draw(seed)
-    options = _asked(drawn.options, harmless=drawn.must_succeed)
-    cluster = SimCluster(seed, drawn.nodes, options, story_lines_max=story_lines_max)
-    cluster.run()
-    if drawn.must_succeed and not cluster.succeeded():
-        raise BrokenPromiseError(cluster.tell("every host came back and the budget was large, yet nobody succeeded"))
-    return cluster
+    return _run(replace(drawn, options=_asked(drawn.options, harmless=drawn.must_succeed)), story_lines_max)
 
 
 def run_asked_succession(seed: int, *, story_lines_max: int | None = 0) -> SuccessionCluster:
@@ -291,6 +334,7 @@ def _asked(options: SimOptions, *, harmless: bool) -> SimOptions:
 RUN: dict[str, Callable[..., SimCluster]] = {
     PLAIN: run_seed,
     SUCCESSION: run_succession,
+    MULTIPLES: run_multiples,
     QUESTIONS: run_asked,
     QUESTIONS_SUCCESSION: run_asked_succession,
 }
@@ -335,8 +379,8 @@ def parse_seeds(text: str) -> tuple[int, int]:
 
 
 def _tell_story(seed: int, family: str) -> int:
-    if family in (PLAIN, QUESTIONS):
-        sys.stdout.write(f"{draw(seed)}\n")
+    if family in (PLAIN, QUESTIONS, MULTIPLES):
+        sys.stdout.write(f"{(draw_multiples if family == MULTIPLES else draw)(seed)}\n")
     else:
         drawn = draw_succession(seed, story_lines_max=0)
         where = f"endpoints {drawn.endpoints}, witnesses {drawn.witnesses}"

@@ -239,6 +239,38 @@ def case_hsdp(folder: Path) -> Any:
     return {"said": said, "steps": [each.step for each in folders.survey(folder).committed]}
 
 
+def poisoned(folder: Path, action: Any) -> Any:
+    """What is said when a shard of rank 1 becomes nan; or the step from which another life goes on."""
+    model, optimizer = snapshot_ranks.build("fsdp")
+    options = ht.SnapshotOptions(nonfinite=action)
+    snaps = ht.Snapshots(folder, every="2 steps", memory_every=1, options=options)
+    snaps.track(model=model, optimizer=optimizer)
+    said = ""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if (resumed := snaps.resume()) is not None:
+            snaps._abandon()
+            return resumed.step
+        try:
+            with snaps:
+                for number in range(4):
+                    snapshot_ranks.train(model, optimizer, number)
+                    if number == 3 and dist.get_rank() == 1:
+                        with torch.no_grad():
+                            model.first.weight._local_tensor[0, 0] = float("nan")
+                    snaps.step()
+        except Exception as error:  # noqa: BLE001 - it is the result
+            return f"{getattr(error, 'code', '')} {error}"
+        said += "".join(str(each.message) for each in told if "not finite" in str(each.message))
+    return said
+
+
+def case_poisoned(folder: Path, action: str) -> Any:
+    said = ranks(3, lambda: poisoned(folder, action))
+    found = [[each.step, each.manifest.finite] for each in folders.survey(folder).committed]
+    return {"said": said, "finite": found, "resumed": ranks(3, lambda: poisoned(folder, action))}
+
+
 if __name__ == "__main__":
-    case, place = sys.argv[1], Path(sys.argv[2])
-    print(json.dumps(globals()[f"case_{case}"](place)))
+    case, place, *more = sys.argv[1:]
+    print(json.dumps(globals()[f"case_{case}"](Path(place), *more)))

@@ -26,7 +26,7 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.memory_folder import COPIES
-from holdfast.train import copies
+from holdfast.train import copies, replica_check
 from holdfast.train import save as saving
 from holdfast.train.agent_channel import UNINTERRUPTED_S, AgentChannel
 from holdfast.train.snapshots import lease as leases
@@ -58,6 +58,8 @@ class Case:
     """Each process has a machine of its own."""
     copies: int = 0
     """1: each rank pretends to be a node, and they keep copies of each other's states."""
+    checked: bool = False
+    """Replicas are compared after each step."""
     node: int = -1
     """Each node has one worker, and this is its number among them, in place of the local rank."""
     step: int = 0
@@ -83,7 +85,11 @@ def reach(where: str, number: int | None = None) -> None:
                 continue
             while what == "kill" and not all(each.exists() for each in faults_of(its_step)):
                 time.sleep(0.002)
-            suffer(what)
+            if what == "flip":  # as faulty memory does: torch does not count it as a change
+                weight = next(each for each in gc.get_objects() if isinstance(each, Net)).first.weight
+                weight.data.view(-1).view(torch.uint8)[5] ^= 16
+            else:
+                suffer(what)
 
 
 def faults_of(step: int) -> list[Path]:
@@ -198,6 +204,17 @@ def in_saves() -> None:
     saving.fill = filled
 
 
+def in_checks() -> None:
+    """A rank may be lost when the others wait for its digests."""
+    check = replica_check.ReplicaCheck._check
+
+    def checked(of: replica_check.ReplicaCheck) -> None:
+        reach("check")
+        check(of)
+
+    replica_check.ReplicaCheck._check = checked
+
+
 def note_copies(snaps: ht.Snapshots) -> None:
     """What there is before the first step of another world."""
     tier = snaps._opened
@@ -226,6 +243,7 @@ def digest(*tensors: torch.Tensor) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     in_saves()
+    in_checks()
     if case.apart:  # nobody sees that the owner of the folder's lease is dead, and to wait for that never ends
         leases._machine, leases.POLL_S = lambda: f"of {os.getpid()}", 3600.0
     if case.copies:
@@ -243,6 +261,8 @@ def main() -> None:
         schedule = Schedule(adam, 5, 0.8)
         loader = ht.DataLoader(Rows(), case.batch, True, global_batch_size=GLOBAL, seed=7, num_workers=case.processes)
         state = snaps.track(model=model, adam=adam, sgd=sgd, schedule=schedule, loader=loader)
+        if case.checked:
+            ht.check_replicas(model, every=1)
         snaps.resume()
 
         @ht.survive(snaps)

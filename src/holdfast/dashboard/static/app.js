@@ -67,7 +67,7 @@ function judge({ now, story, lost, saved }) {
   const words = {
     gathering: ["busy", "Waiting for nodes", now.why], preparing: ["busy", "Starting", now.why], regrouping: ["busy", "Regrouping", now.why],
     draining: ["busy", "Draining", "workers go to their next safe point and save"], stopping: ["busy", "Restarting", now.why], over: ["busy", "Ending", now.why],
-    running: steps ? ["good", "Training", ""] : ["busy", "Starting", stages.has("r") || !stages.size ? "no step yet" : "workers import, and form their group"],
+    running: steps ? ["good", "Training", now.spares_why] : ["busy", "Starting", stages.has("r") || !stages.size ? "no step yet" : "workers import, and form their group"],
   };
   const found = words[now.phase] ?? ["busy", now.phase, ""];
   return now.notices.length && found[0] === "good" ? ["busy", "Training, with a notice", ""] : found;

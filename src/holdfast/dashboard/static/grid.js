@@ -2,8 +2,8 @@
 
 import { colour, h, milliseconds, plural } from "./dom.js";
 
-const STAGES = { s: "starting", m: "meeting", g: "grouping", r: "ready", t: "stepping", d: "done" };
-const STAGE_FILL = { s: "busyfill", m: "busyfill", g: "downfill", r: "coldfill", t: "goodfill", d: "endfill" };
+const STAGES = { s: "starting", m: "meeting", g: "grouping", r: "ready", t: "stepping", d: "done", w: "spare" };
+const STAGE_FILL = { s: "busyfill", m: "busyfill", g: "downfill", r: "coldfill", t: "goodfill", d: "endfill", w: "coldfill" };
 const SCALE = ["goodfill", "coldfill", "busyfill", "downfill", "badfill"];
 const HEIGHT_MAX = 420;
 const CELL_MAX = 44;
@@ -64,14 +64,15 @@ export class Grid {
     this.text.textContent = [
       `rank ${ranks.rank[index]} on ${now.nodes[ranks.node[index]].host} (local ${ranks.local[index]}${ranks.pid[index] ? `, pid ${ranks.pid[index]}` : ""})`,
       standing ? `${standing[0]}${standing[1] ? `: ${standing[1]}` : ""}` : STAGES[ranks.stage[index]],
-      `step ${ranks.steps[index]}${this.since ? ` ${this.since}` : ""}`,
+      ranks.stage[index] === "w" ? "" : `step ${ranks.steps[index]}${this.since ? ` ${this.since}` : ""}`,
       ranks.step_ms[index] ? `${milliseconds(ranks.step_ms[index])} a step, own part ${milliseconds(ranks.own_ms[index])}` : "",
-      `last step ${ranks.age_s[index]} s ago`,
+      ranks.stage[index] === "w" ? "" : `last step ${ranks.age_s[index]} s ago`,
     ].filter(Boolean).join(" · ");
   }
 
   /** The number of a colour in SCALE, or its name. */
   fillOf(index, ranks, most, median) {
+    if (ranks.stage[index] === "w") return "endfill";  // a spare has the step of an earlier generation
     if (this.by === "lag") return Math.min(4, Math.ceil(Math.log2(1 + most - ranks.steps[index])));
     const ms = this.by === "step" ? ranks.step_ms[index] : ranks.own_ms[index];
     if (!ms || !median) return "endfill";
@@ -160,6 +161,7 @@ export class Grid {
         used.has("g") && key("down", "forming the group"),
         used.has("r") && key("cold", "ready, no step yet"),
         used.has("t") && key("training", "stepping"),
+        used.has("w") && key("cold", "spare"),
         used.has("d") && key("end", "done"),
         hung && key("lost", "hung (outlined)"),
         hung && key("hung", "waits for it"),

@@ -429,7 +429,8 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
     if died is not None:
         said = died[2].strip().splitlines()[-1][:SAID_CHARACTERS_MAX]
         line += f"; before, rank {died[0].rank} lost its thread {died[1]!r}: {said}"
-    return structs.replace(evidence.verdict(code, line, culprit, advice().get(code, "")), hang=True)
+    found = evidence.verdict(code, line, culprit, advice().get(code, ""))
+    return structs.replace(found, hang=True, collectives=hang.collectives)
 
 
 def _with_its_end(evidence: Evidence, hung: Failure) -> tuple[Failure, Evidence]:

@@ -48,13 +48,13 @@ class OnNode(NodeExtension):
         super().__init__(node, send)
         check_packages()
         assert node.options.dashboard is not None
-        self._process = ServiceProcess(lambda: node.supervisor, DASHBOARD, self._on_packet, self._on_silent)
+        self._gone = asyncio.Event()
+        self._process = ServiceProcess(lambda: node.supervisor, DASHBOARD, self._on_packet, self._gone.set)
         self._place = node.options.dashboard
         self._about = {"agent": os.getpid(), "run_id": node.run_id, "folder": str(node.folder or "")}
         self._credentials = Credentials.make(once=is_loopback(self._place.host))
         self._listening: socket.socket | None = None
         self._starts = 0
-        self._gone = asyncio.Event()
 
     def happened(self, event: NodeHappened) -> None:
         if isinstance(event, CoordinatorHosted):
@@ -126,6 +126,3 @@ class OnNode(NodeExtension):
             self._credentials = msgspec.structs.replace(self._credentials, token="")
         elif packet.get("is") == "fault":
             self.node.write("observer_fault", what=DASHBOARD, error=str(packet.get("text")))
-
-    def _on_silent(self) -> None:
-        self._gone.set()

@@ -1,5 +1,5 @@
-"""Watches the running generation for hangs: has all workers sampled, reports what is found, and ends a generation that
-stands still. Pure.
+"""Watches the running generation for hangs. It has all workers sampled, reports what it finds, and ends a generation
+that hangs. Pure.
 
 It also finds out where the ranks are that others have waited for in vain, before a stop ends them (StopDelayed). When
 samples are taken, and what follows from a finding, is decided in `hang_detector.py`; what samples mean, in
@@ -136,7 +136,7 @@ class AtCoordinator(CoordinatorExtension):
         return self._detector
 
     def _on_stop_delayed(self, now: float, *, seeks_places: bool) -> None:
-        """Workers have failed, and the others are stopped soon: what stands still now does so for that."""
+        """Workers have failed, and the others will be stopped soon: ranks that make no progress now wait for those."""
         if self._seeks_places:
             return
         self._watched, self._round, self._seeks_places = False, None, seeks_places
@@ -202,7 +202,8 @@ class AtCoordinator(CoordinatorExtension):
         for place in hang.groups:
             for rank in place.ranks:
                 places[rank] = RankPlace(Standing.HUNG if rank in hang.culprits else place.standing, place.words)
-        return Figures(notices=(hang.text,), places=places, stands_still=True)
+        notices = tuple(text for text in (hang.text, hang.collectives) if text)
+        return Figures(notices=notices, places=places, stands_still=True)
 
     # ---------------------------------------------------------------- samples
 
@@ -264,6 +265,7 @@ class AtCoordinator(CoordinatorExtension):
             kind=finding.kind.value,
             code=finding.code,
             text=finding.text,
+            collectives=finding.collectives,
             culprits=list(finding.culprits),
             groups=[{"ranks": list(place.ranks), "place": place.words} for place in finding.groups],
             files=report.files,

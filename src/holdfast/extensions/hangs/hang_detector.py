@@ -259,7 +259,7 @@ class HangDetector:
         finding = self._examine(stories)
         if suspicion.store:
             return self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
-        if len(stories) < len(self._throughput.ranks):
+        if self._throughput.in_stage[Stage.DONE]:
             return _about_the_last(finding)
         return finding
 
@@ -359,6 +359,8 @@ class HangDetector:
             if rank in by_rank and by_rank[rank].samples and by_rank[rank].samples[-1].file
         }
         lines = finding.text.splitlines()[:2]
+        if finding.collectives:
+            lines.append(finding.collectives)
         if files:
             rank, file = next(iter(files.items()))
             lines.append(f"stacks of rank {rank}, on {by_rank[rank].host}: {file}")

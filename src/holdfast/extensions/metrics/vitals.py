@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from holdfast.protocol.rank_progress import JobView, RankProgress
+from holdfast.protocol.rank_progress import JobView, RankProgress, Stage
 
 BEAT_S = 1.0
 STALL_S = 15.0
@@ -177,7 +177,10 @@ class Vitals:
     def _gather(self) -> None:
         now = self._loop.time()
         if not self._known.ended:
-            self._seen |= {each.local_rank: each for each in self._look()}
+            progress = self._look()
+            self._seen |= {each.local_rank: each for each in progress}
+            for spare in (each for each in progress if each.stage is Stage.SPARE):
+                del self._seen[spare.local_rank]  # it makes no steps: the age of its newest one means nothing
         self._looks.append((now, {local_rank: each.steps for local_rank, each in self._seen.items()}))
         while len(self._looks) > 2 and now - self._looks[0][0] > STEP_WINDOW_S:
             self._looks.popleft()

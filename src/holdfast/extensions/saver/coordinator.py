@@ -48,8 +48,11 @@ def offers(
     of as many ranks."""
     found: dict[str, tuple[HeldStates, ...]] = {}
     at: dict[int, list[HeldStates]] = {}
+    # The word of the last life is the most frequent one: a node that was away may have states of an older life
+    # (test_states_of_an_older_life_are_not_offered).
     words = Counter(states.word for states in held.values()).most_common(1)
     for states in held.values():
+        # A state fits only a world of the size in which it was made.
         for rank in states.ranks if (states.world, states.word) == (world_size, words[0][0]) else ():
             at.setdefault(rank, []).append(states)
     for node in nodes if at else ():

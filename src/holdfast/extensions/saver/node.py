@@ -61,12 +61,8 @@ class OnNode(NodeExtension):
 
     def __init__(self, node: Node, send: Send) -> None:
         super().__init__(node, send)
-        self._saver = ServiceProcess(
-            lambda: node.supervisor,
-            SAVER,
-            self._on_packet,
-            lambda: self._gone.set(),  # noqa: PLW0108 - it does not exist yet
-        )
+        self._gone = asyncio.Event()
+        self._saver = ServiceProcess(lambda: node.supervisor, SAVER, self._on_packet, self._gone.set)
         self._sources = StateSources(0)
         """The newest message of the coordinator."""
         self._loop = asyncio.get_running_loop()
@@ -76,7 +72,6 @@ class OnNode(NodeExtension):
         """Number of savers in a row that ended before they reported their start."""
         self._serving: dict[int, seqpacket.Message] = {}
         """The saver's newest answer to the worker of each rank of this node, by rank, in this life of the job."""
-        self._gone = asyncio.Event()
         self._cleaning: asyncio.Task[object] | None = None
         """Removes the folders that agents of other jobs have left in /dev/shm."""
         self._opened = False

@@ -1,0 +1,43 @@
+"""Compiled kernels are kept over jobs: `--cache-dir` in real jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes.conftest import JobFolder
+
+COMPILED = """
+import os, torch
+from torch._dynamo.utils import counters
+
+@torch.compile
+def double(x):
+    return torch.sin(x) * 2
+
+double(torch.ones(8))
+found = counters["inductor"]
+note("hits", hits=found["fxgraph_cache_hit"], misses=found["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.xdist_group("torch jobs")
+@pytest.mark.timeout(300)
+def test_a_second_job_compiles_nothing_again(job_folder: JobFolder, tmp_path: Path) -> None:
+    script, caches = job_folder.script(COMPILED), tmp_path / "caches"
+    for _ in range(2):
+        agent = job_folder.ends(0, "--standalone", "--preload", "none", "--cache-dir", caches, script)
+        (bounded,) = agent.events("caches_bounded")
+        assert bounded["bytes"] > 0
+    first, second = job_folder.wait(2, "hits")
+    assert (first["hits"], first["misses"]) == (0, 1)
+    assert (second["hits"], second["misses"]) == (1, 0)
+
+
+def test_a_folder_into_which_others_may_write_starts_nothing(job_folder: JobFolder, tmp_path: Path) -> None:
+    (tmp_path / "caches").mkdir()
+    (tmp_path / "caches").chmod(0o777)
+    agent = job_folder.ends(2, "--standalone", "--cache-dir", tmp_path / "caches", job_folder.script("note('ran')"))
+    assert "HF145" in agent.text
+    assert job_folder.wait(0, "ran") == []
