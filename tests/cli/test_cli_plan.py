@@ -135,6 +135,7 @@ standby       none
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
 drain         scripts that call should_stop() go to their next safe point within 60 s, on any of these except SIGINT and SIGQUIT
 hang          no step for 12 s and 20 steps (at most 300 s): all stacks are sampled; restart if none changes for 300 s
+time-outs     fence 4 s, lease 6 s, hang 312 s, process group 1800 s
 logs          /l/none_<random>/attempt_0/<local rank>/
 notice        --nnode taken as --nnodes
 

@@ -461,7 +461,15 @@ def test_env_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("| Python |", "### Machine", "| kernel |", "| memory |", "### Network", "| open files |"):
         assert part in text
     told = checked("env", said(capsys, "env", "--json", code=0))
-    assert set(told["sections"]) == {"Software", "Machine", "GPUs", "Network", "Limits (soft / hard)", "Variables"}
+    assert set(told["sections"]) == {
+        "Software",
+        "Machine",
+        "GPUs",
+        "Network",
+        "Limits (soft / hard)",
+        "Variables",
+        "Compiled kernels",
+    }
 
 
 def test_env_masks_what_is_secret() -> None:

@@ -29,8 +29,10 @@ from holdfast.doctor import (
     render,
     worst,
 )
-from holdfast.doctor.local import chosen, examine, proposed, slow_import
+from holdfast.doctor.local import chosen, examine, proposed, slow_import, time_outs
 from holdfast.doctor.together import examine_together, release
+from holdfast.protocol.policy import Limits
+from holdfast.protocol.time_outs import ladder
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
@@ -140,6 +142,19 @@ def test_every_code_that_is_given_is_explained() -> None:
     assert given == set(finding_texts())
     for explained in finding_texts().values():
         assert all(text.endswith(".") for text in (explained.cause, explained.evidence, explained.fix))
+
+
+@pytest.mark.parametrize(
+    ("limits", "level"),
+    [
+        (Limits(), Level.PASS),
+        (Limits(hang_timeout_s=900.0), Level.WARN),
+        (Limits(lease_s=400.0, fence_s=260.0, hang_timeout_s=300.0), Level.FATAL),
+    ],
+)
+def test_time_outs_in_a_wrong_order_are_found(limits: Limits, level: Level) -> None:
+    finding = time_outs(ladder(limits, {}, gpus=True, nodes=2))
+    assert (finding.code, finding.level) == ("HF540", level)
 
 
 def test_the_table_shows_problems_with_their_fix_and_passes_in_one_line() -> None:

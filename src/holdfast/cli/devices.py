@@ -138,6 +138,11 @@ def count_gpus(environ: Mapping[str, str], probes: Probes) -> Count:
     return Count(0, "gpu", "no driver shows one")
 
 
+def has_gpus(probes: Probes) -> bool:
+    """Whether this machine has GPUs whose groups use NCCL or RCCL, by its files: loading NVML would take time."""
+    return nvidia_device_files(probes.root) > 0 or kfd_gpus(probes.root) > 0
+
+
 ROCM_FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 

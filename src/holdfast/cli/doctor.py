@@ -125,7 +125,8 @@ def check(parsed: Parsed) -> Found:
     from holdfast.protocol.policy import Limits
 
     notices = list(parsed.notices)
-    rdzv = resolve(parsed, os.environ, patience=Limits(), notices=notices)
+    patience = Limits(hang_timeout_s=parsed.values.hang_timeout)
+    rdzv = resolve(parsed, os.environ, patience=patience, notices=notices)
     forget_secrets()
     for notice in notices:
         say(notice)
@@ -146,7 +147,9 @@ async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) ->
     from holdfast.doctor.facts import FactsRequest, gather_facts
     from holdfast.doctor.joint import JointResult, check_together
     from holdfast.doctor.local import examine as examine_facts
+    from holdfast.doctor.local import time_outs
     from holdfast.doctor.together import examine_together
+    from holdfast.protocol.time_outs import ladder
 
     python = interpreter(os.environ)
     timeout_s: float = parsed.values.timeout
@@ -168,7 +171,8 @@ async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) ->
     known = await facts
     await saying
 
-    findings = list(examine_facts(known))
+    rungs = ladder(rdzv.limits, os.environ, gpus=known.torch.gpus > 0, nodes=rdzv.job.max_nodes)
+    findings = [*examine_facts(known), time_outs(rungs)]
     if joint.check is not None:
         findings += examine_together(joint.check, joint.me)
     if joint.trouble is not None:

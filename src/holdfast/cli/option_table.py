@@ -195,6 +195,21 @@ OPTIONS: tuple[Option, ...] = (
         ),
         own("--hang-timeout", FLOAT, 300.0, "restart workers if no stack has changed for this time; 0: never", "S"),
         own("--exclude-after", INT, 0, "exclude a host for a while after N failures blamed on it; 0: never", "N"),
+        own(
+            "--health-command",
+            TEXT,
+            "",
+            "run this before each generation; a node on which it fails is parked, and a spare is taken",
+            "COMMAND",
+        ),
+        own(
+            "--preflight",
+            TEXT,
+            "off",
+            "check this node before its first generation (off, quick or full); one that cannot train is parked",
+            "HOW",
+            choices=("off", "quick", "full"),
+        ),
         Option("--event-log-handler", TEXT, "null", "where events go: null or console", "NAME"),
         own("--dashboard", TEXT, None, "serve a web page of the job there (loopback by default)", "[HOST:]PORT"),
         own(
@@ -206,6 +221,7 @@ OPTIONS: tuple[Option, ...] = (
             many=True,
             joiner="\n",
         ),
+        own("--otel", TEXT, None, "send a span of the run and of each generation to this OTLP/HTTP receiver", "URL"),
         own("--metrics", TEXT, None, "serve Prometheus metrics there (loopback by default)", "[HOST:]PORT"),
         own("--health", TEXT, None, "serve health checks there; it may be the port of --metrics", "[HOST:]PORT"),
     ),
@@ -215,6 +231,7 @@ OPTIONS: tuple[Option, ...] = (
         Option("--redirects", TEXT, "0", "to file only: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "SPEC", short="-r"),
         Option("--tee", TEXT, "0", "to file and console, numbers as for --redirects", "SPEC", short="-t"),
         Option("--local-ranks-filter", TEXT, "", "show only these local ranks on the console", "RANK,..."),
+        own("--ranks-filter", TEXT, "", "show only these ranks of the job on the console", "RANK,..."),
         Option("--duplicate-stdout-filters", LIST, (), "copy teed stdout lines that contain one of these", "TEXT,..."),
         Option("--duplicate-stderr-filters", LIST, (), "copy teed stderr lines that contain one of these", "TEXT,..."),
         own(

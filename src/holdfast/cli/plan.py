@@ -80,6 +80,8 @@ class PlanData(TypedDict):
     stop: str
     drain: str
     hang: str
+    health: NotRequired[str]
+    time_outs: str
     logs: str
     watched: NotRequired[str]
     notices: list[str]
@@ -181,6 +183,8 @@ def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
         ("stop", stop_text(options)),
         ("drain", drain_text(options)),
         ("hang", hang_text(options)),
+        *([("health", health)] if (health := health_text(options)) else []),
+        ("time-outs", ", ".join(each.words for each in resolution.time_outs)),
         ("logs", log_text(options, job_id)),
         *([("watched", watched)] if (watched := watched_text(options)) else []),
     ]
@@ -191,7 +195,7 @@ def document(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
     options = resolution.options
     common, own = environments(parsed, options, environ)
     return {
-        **{name.replace(" ", "_"): text for name, text in facts_of(parsed, resolution, environ)},
+        **{name.replace(" ", "_").replace("-", "_"): text for name, text in facts_of(parsed, resolution, environ)},
         "notices": list(options.notices),
         "environment": common,
         "workers": [
@@ -339,6 +343,13 @@ def hang_text(options: RunOptions) -> str:
     then = f"restart if none changes for {limits.hang_timeout_s:g} s" if limits.hang_timeout_s else "no restart"
     steps = f"{limits.hang_steps} steps (at most {limits.hang_report_max_s:g} s)"
     return f"no step for {limits.hang_report_s:g} s and {steps}: all stacks are sampled; {then}"
+
+
+def health_text(options: RunOptions) -> str:
+    """The checks of this node before a generation; empty: there are none."""
+    parts = [f"{options.preflight} preflight before the first generation"] if options.preflight != "off" else []
+    parts += [f"before each generation: {options.health_command}"] if options.health_command else []
+    return "; ".join([*parts, "a node that fails is parked"]) if parts else ""
 
 
 def log_text(options: RunOptions, job_id: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast import compile_caches
 from holdfast.cli import rendezvous
-from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
+from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes, has_gpus
 from holdfast.cli.grammar import ABOUT_US
 from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
 from holdfast.cli.program import preload, worker_command
@@ -28,10 +28,13 @@ from holdfast.protocol.errors import (
     LogOptionsError,
     MissingPackageError,
     ProcessesError,
+    TimeOutsError,
     UsageError,
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.protocol.policy import Limits
+from holdfast.protocol.ranks_text import ranks_of
+from holdfast.protocol.time_outs import TimeOut, inversions, ladder, sentence
 from holdfast.rendezvous.conf import PORT_MAX
 from holdfast.text import is_loopback, plural
 
@@ -62,6 +65,7 @@ class Resolution(NamedTuple):
     options: RunOptions
     devices: Count
     cpus: int
+    time_outs: tuple[TimeOut, ...]
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Resolution:
@@ -77,6 +81,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     rdzv = rendezvous.resolve(parsed, environ, patience=patience, notices=notices)
     check_packages(parsed, rdzv.job.backend)
     devices = node_size(parsed, environ, probes)
+    time_outs = check_time_outs(rdzv, environ, notices, gpus=devices.kind == "gpu" or has_gpus(probes))
     cpus = count_cpus(probes).number
     report_crowd(parsed, devices.number, cpus, notices)
     check_virtual_local_rank(parsed, environ, devices.number)
@@ -110,13 +115,16 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         event_log_handler=given.event_log_handler,
         dashboard=served(parsed, "dashboard"),
         notify=targets(parsed),
+        otel=span_receiver(parsed),
         metrics=metrics,
         health=health,
+        health_command=health_command(parsed),
+        preflight=given.preflight,
         health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),
     )
-    return Resolution(options, devices, cpus)
+    return Resolution(options, devices, cpus, time_outs)
 
 
 def may_restart(job: JobSpec) -> bool:
@@ -127,6 +135,7 @@ def may_restart(job: JobSpec) -> bool:
 PACKAGES = {
     "dashboard": ("dashboard", "starlette", "uvicorn"),
     "metrics": ("metrics", "prometheus_client"),
+    "otel": ("otel", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 """Packages that options need: the extra of holdfast that installs them, and their modules."""
 
@@ -139,11 +148,18 @@ def check_packages(parsed: Parsed, backend: str) -> None:
     if backend == "etcd":
         wanted.append(("--rdzv-backend etcd", ("etcd", "etcd3gw")))
     for flag, (extra, *modules) in wanted:
-        from importlib.util import find_spec
-
-        missing = [name for name in modules if find_spec(name) is None]
+        missing = [name for name in modules if not is_installed(name)]
         if missing:
             raise MissingPackageError(f"{flag} needs {' and '.join(missing)}: pip install 'holdfast[{extra}]'")
+
+
+def is_installed(module: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 WORKERS_PER_CPU_MAX = 8
@@ -192,6 +208,18 @@ def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_
         raise parsed.error("nproc_per_node", ProcessesError, str(error)) from None
 
 
+def check_time_outs(
+    rdzv: rendezvous.RendezvousOptions, environ: Mapping[str, str], notices: list[str], *, gpus: bool
+) -> tuple[TimeOut, ...]:
+    """The time-outs of the job. Raises TimeOutsError if their order makes a promise false; other orders are named."""
+    found = ladder(rdzv.limits, environ, gpus=gpus, nodes=rdzv.job.max_nodes)
+    for each in inversions(found):
+        if each.refused:
+            raise TimeOutsError(sentence(each))
+        notices.append(sentence(each))
+    return found
+
+
 def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
     """Time from SIGTERM to SIGKILL: --shutdown-timeout, else torchrun's own variable, else 30 s."""
     seconds = parsed.values.shutdown_timeout
@@ -227,6 +255,30 @@ def targets(parsed: Parsed) -> tuple[str, ...]:
         if not each.startswith(("http://", "https://")) and which(words[0]) is None:
             raise parsed.error("notify", UsageError, f"{words[0]!r} is neither a URL nor a program on this node")
     return found
+
+
+def span_receiver(parsed: Parsed) -> str | None:
+    """The URL of --otel."""
+    url: str | None = parsed.values.otel
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise parsed.error("otel", UsageError, "must be the URL of an OTLP/HTTP receiver, as in http://collector:4318")
+    return url
+
+
+def health_command(parsed: Parsed) -> str:
+    """The command of --health-command; empty: there is none."""
+    command: str = parsed.values.health_command.strip()
+    if not command:
+        return ""
+    from shutil import which  # it loads the compression modules
+
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise parsed.error("health_command", UsageError, str(error)) from None
+    if not words or which(words[0]) is None:
+        raise parsed.error("health_command", UsageError, "there is no such program on this node")
+    return command
 
 
 def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str]) -> tuple[Endpoint | None, bool]:
@@ -303,7 +355,11 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
     redirects, tee = (streams(parsed, dest, nproc, notices) for dest in ("redirects", "tee"))
     ranks = parsed.converted("local_ranks_filter", rank_list, LogOptionsError)
     report_absent(parsed, "local_ranks_filter", ranks or frozenset(), nproc, notices)
+    job_ranks = frozenset(ranks_of(list(filter(None, [given.ranks_filter])), flag_of("ranks_filter"))) or None
     log_dir = log_folder(parsed, notices)
+    if job_ranks is not None and log_dir is None:
+        text = "the agent has to read the output to know whose it is: not with --log-dir /dev/null"
+        raise parsed.error("ranks_filter", LogOptionsError, text)
     duplicates = {
         Std.OUT: tuple(text for text in given.duplicate_stdout_filters if text),
         Std.ERR: tuple(text for text in given.duplicate_stderr_filters if text),
@@ -326,6 +382,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
         redirects=redirects,
         tee=tee,
         local_ranks_filter=ranks,
+        ranks_filter=job_ranks,
         duplicate_stdout_filters=duplicates[Std.OUT],
         duplicate_stderr_filters=duplicates[Std.ERR],
         prefix_template=given.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,

@@ -62,6 +62,7 @@ from holdfast.protocol.extension import (
     MemberLost,
     MemberSeen,
     NodeSeen,
+    Park,
     Readmit,
     SafePointAgreed,
     SafePointRefused,
@@ -69,6 +70,7 @@ from holdfast.protocol.extension import (
     SendAway,
     StopDelayed,
     ToCore,
+    Unpark,
 )
 from holdfast.protocol.messages import (
     Abandon,
@@ -1036,7 +1038,9 @@ class Coordinator:
             case NoQuorum(reason):
                 before = f"; previous generation ended: {self._why}" if self._why else ""
                 text = f"{reason}; here: {self._who_is_here()}{before}"
-                self._finish(self._endings.no_quorum(reason, text, self.generation, self._incidents.newest.verdict))
+                unfit = "; ".join(member.parked for member in self._membership.parked())
+                verdict = self._incidents.newest.verdict
+                self._finish(self._endings.no_quorum(reason, text, self.generation, verdict, unfit=unfit))
             case WaitUntil():
                 if self._waiting_said.due(now):
                     left = f"; giving up in {decision.deadline_s - now:.0f} s" if decision.gives_up else ""
@@ -1093,7 +1097,9 @@ class Coordinator:
     def _who_is_here(self) -> str:
         here = names(self._candidates()) or "nobody"
         waiting = names([member for member, _ in self._membership.waiting(self._now)])
-        return f"{here}; on host back-off: {waiting}" if waiting else here
+        parked = names(self._membership.parked())
+        also = f"; parked: {parked}" if parked else ""
+        return f"{here}; on host back-off: {waiting}{also}" if waiting else here + also
 
     # ---------------------------------------------------------------- PREPARING
 
@@ -1564,6 +1570,21 @@ class Coordinator:
             case Readmit(host):
                 self.host_backoff.readmit(host)
                 self._membership.changed()
+            case Park(name, text) if name in self.members:
+                self._park(now, self.members[name], text)
+            case Unpark(name) if name in self.members:
+                self.members[name].parked = ""
+                self._membership.changed()
+
+    def _park(self, now: float, member: Member, text: str) -> None:
+        """This node is not fit for a generation: form without it."""
+        member.parked = text
+        self._exclude([Waiting(text)])
+        if self.phase is Phase.PREPARING and self._in_world(member):
+            self._gather(now, text, not_before_s=now)
+        # It was to join beside running workers: they do not wait for it.
+        elif self._at_work() and not member.busy_generation:
+            self._forget(member)
 
     def _on_quit(self, quit_: Quit) -> None:
         """Every agent ends, as if the scheduler had sent each node a signal. The outcome follows from their reports."""

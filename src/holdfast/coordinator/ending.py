@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 from holdfast.coordinator.incident import Incident
 from holdfast.coordinator.membership import HostBackoff
 from holdfast.coordinator.world import World
-from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, JoinTimeoutError, NodesError
+from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, JoinTimeoutError, NodesError, UnfitNodesError
 from holdfast.protocol.messages import Notice, StopReason, Waiting
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.protocol.policy import JobSpec, Limits
@@ -283,10 +283,13 @@ class Endings:
                 excluded.append(Waiting(text))
         return tuple(excluded)
 
-    def no_quorum(self, reason: str, text: str, generation: int, before: Verdict | None) -> Outcome:
+    def no_quorum(self, reason: str, text: str, generation: int, before: Verdict | None, *, unfit: str = "") -> Outcome:
         """The outcome when too few nodes joined. If the last generation lost nodes, that is the cause. `before`: the
-        verdict on the newest incident."""
+        verdict on the newest incident. `unfit`: the nodes that are there and must not take part, with their reasons;
+        empty: there is none."""
         code, exit_code = JoinTimeoutError.code, JoinTimeoutError.exit_code
+        if unfit:
+            code, text = UnfitNodesError.code, f"{unfit}; {text}"
         verdict = Verdict(code=code, cause=text, generation=generation, restarts=self._budget.used)
         if before is not None and before.lost_nodes and before.generation == generation:
             verdict = structs.replace(before, cause=f"{before.cause}; then {text}", gave_up=reason)

@@ -160,6 +160,10 @@ class Membership:
         self._refresh(now)
         return self._waiting
 
+    def parked(self) -> list[Member]:
+        """Members that take no part because they are not fit for it."""
+        return [member for member in self.members.values() if member.parked]
+
     def next_change_s(self, now: float) -> float:
         """The time at which the next host back-off ends; inf: no member is on host back-off."""
         self._refresh(now)
@@ -181,7 +185,7 @@ class Membership:
             return
         self._candidates, self._waiting = {}, []
         for member in self.members.values():
-            if member.leaving:
+            if member.leaving or member.parked:
                 continue
             until_s = self._host_backoff.until_s(member.node.host, member.joined_s)
             if until_s > now:

@@ -99,6 +99,8 @@ def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: s
     if world is None:
         if member.leaving:
             return "leaving"
+        if member.parked:
+            return "parked"
         if member.name in on_host_backoff:
             return "on host back-off"
         return "arriving" if phase is Phase.GATHERING else "spare"

@@ -42,6 +42,8 @@ class Member:
     last_heard_s: float
     leaving: str = ""
     """The reason why it leaves; empty while it does not."""
+    parked: str = ""
+    """The reason why it takes no part, in words; empty: it may."""
     port: int = 0
     """The port on which the agent listens; 0: it does not."""
     suspend_s: float = 0.0

@@ -105,11 +105,8 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     result.nodes.append(host := _host(event))
                 case "preload" if "text" in event:
                     result.preloaded.append(event["text"])
-                case "caches":
-                    kept = KeptKernels("", event["folder"], event["had_entries"], event.get("error", ""))
-                case "caches_bounded" if kept is not None:
-                    kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
-                    kept.removed_bytes = event.get("removed_bytes", 0)
+                case "caches" | "caches_bounded":
+                    kept = _kept(event, kept)
                 case "standby":
                     standby = event
                 case "coordinator.lost":
@@ -144,6 +141,16 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
         result.kernels.append(kept)
     result.standbys += len(standby.get("pids", ()))
     result.standby_own_bytes += standby.get("own_bytes", 0)
+
+
+def _kept(event: Event, kept: KeptKernels | None) -> KeptKernels | None:
+    """What is known of the folder after this event. Raises KeyError for a record that lacks a field."""
+    if event["event"] == "caches":
+        return KeptKernels("", event["folder"], event["had_entries"], event.get("error", ""))
+    if kept is not None:
+        kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
+        kept.removed_bytes = event.get("removed_bytes", 0)
+    return kept
 
 
 def _add_phases(generation: Generation, event: Event) -> None:
@@ -520,6 +527,8 @@ def _incident(event: Event) -> Occurrence | None:
             return of_job(what="node lost", text=f"{_host(event)}: {event['reason']}")
         case "coordinator.leaving":
             return of_job(what="node leaves", text=f"{_host(event)}: {event['reason']}")
+        case "coordinator.parked":
+            return here(what="parked", text=f"{_host(event)}: {event['reason']}")
         case "coordinator.excluded":
             return of_job(what="excluded", text=f"{event['host']} for {event['for_s']:g} s")
         case "coordinator.hang":

@@ -22,6 +22,7 @@ from holdfast.doctor import (
     warn,
 )
 from holdfast.linux import VIRTUAL
+from holdfast.protocol.time_outs import TimeOut, inversions
 from holdfast.text import is_loopback, listed
 
 SHM_BYTES_MIN = 1 * GIB
@@ -338,6 +339,15 @@ def variable_problems(given: dict[str, str]) -> Iterator[tuple[str, str]]:
     if left := [name for name in FOREIGN if name in given]:
         why = f"{listed(left)} set in this shell; workers get their own values, other programs do not"
         yield why, f"unset {' '.join(left)}"
+
+
+def time_outs(rungs: tuple[TimeOut, ...]) -> DoctorFinding:
+    """The order of the time-outs of a line. Its worst fault is shown."""
+    what = "time-outs"
+    for each in sorted(inversions(rungs), key=lambda each: not each.refused):
+        why = f"{each.then.words} ({each.then.source}) is not after {each.first.words}"
+        return (fatal if each.refused else warn)("HF540", what, why, each.text)
+    return passed("HF540", what, ", ".join(each.words for each in rungs))
 
 
 RESOLVE_SLOW_S = 2.0

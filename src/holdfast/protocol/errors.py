@@ -199,6 +199,10 @@ class CacheDirError(CallerError, code="HF145"):
     """--cache-dir names a folder that cannot be made, belongs to another user, or into which others may write."""
 
 
+class TimeOutsError(CallerError, code="HF146"):
+    """Two time-outs are in the wrong order: the one that ends first would give a wrong reason for what it ends."""
+
+
 class RetentionError(CallerError, ValueError, code="HF139"):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 
@@ -267,6 +271,10 @@ class PeerError(HoldfastError, code="HF300"):
 
 class JoinTimeoutError(PeerError, code="HF301"):
     """Too few nodes joined before the join deadline."""
+
+
+class UnfitNodesError(PeerError, code="HF310"):
+    """Too few nodes are fit to take part: a check of others has failed, such as --health-command."""
 
 
 class CoordinatorUnreachableError(PeerError, code="HF302"):

@@ -248,7 +248,22 @@ class Readmit(Struct, frozen=True):
     host: str
 
 
-ToCore = Announce | EndGeneration | SaveAtSafePoint | EndJob | SendAway | Exclude | Readmit
+class Park(Struct, frozen=True):
+    """A node takes no part until Unpark; its agent stays a member. A generation that is being prepared with it is
+    formed again, with a spare if there is one."""
+
+    member: str
+    text: str
+    """The reason, for the consoles of all nodes."""
+
+
+class Unpark(Struct, frozen=True):
+    """A node may take part again."""
+
+    member: str
+
+
+ToCore = Announce | EndGeneration | SaveAtSafePoint | EndJob | SendAway | Exclude | Readmit | Park | Unpark
 Order = AnswerRequest | RefuseRequest | ToNode | Note | ToCore
 Orders = Iterable[Order]
 

@@ -281,6 +281,12 @@ class NodeExtension:
     def happened(self, event: NodeHappened) -> None:
         """Handle what has become of the workers here."""
 
+    async def unfit(self, assign: Assign) -> str:  # noqa: ARG002
+        """The reason why this node must not take part in this generation; empty: it may. Asked before its workers are
+        started, but not when running workers regroup. The extension's half at the coordinator has to be told what this
+        answers: it orders Park. Needs a limit of time that is shorter than Limits.prepare_s."""
+        return ""
+
     def environment(self, generation: int, local_rank: int) -> Mapping[str, str]:  # noqa: ARG002
         """Variables for the environment of this worker, which is about to start, or to go on in this generation."""
         return {}
@@ -375,6 +381,16 @@ class NodeExtensions:
     def happened(self, event: NodeHappened) -> None:
         for name, each in self._there():
             self._guarded(name, partial(each.happened, event))
+
+    async def unfit(self, assign: Assign) -> bool:
+        """Whether an extension keeps this node from taking part in this generation. A fault in one does not."""
+        found = False
+        for name, each in self._there():
+            try:
+                found = bool(await each.unfit(assign)) or found
+            except Exception as error:  # noqa: BLE001 - as in _guarded
+                self._fault(name, error)
+        return found
 
     def environment(self, generation: int, local_rank: int) -> dict[str, str]:
         """The variables that all extensions have for this worker."""

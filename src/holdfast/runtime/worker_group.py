@@ -291,6 +291,9 @@ class WorkerGroup:
             text = f"cannot open the store's port: {error.strerror or error}"
             self._emit(PrepareFailed(generation, PeerError.code, PeerError.exit_code, text))
         else:
+            # The coordinator forms again without a node that is not fit: it does not wait for this one.
+            if await self._extensions.unfit(assign):
+                return
             self._extensions.happened(GenerationPrepared(assign))
             self._emit(NodePrepared(generation, port))
 

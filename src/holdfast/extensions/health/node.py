@@ -1,0 +1,157 @@
+"""Checks this node: by --preflight before its first generation, by --health-command before each, and by both again
+while the node is parked.
+
+A node is fit if the command ends with 0 within its time, and no finding of the preflight says that it cannot train.
+What becomes of the job is the coordinator's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import time
+
+from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Recovered, Unfit
+from holdfast.protocol.messages import Assign
+from holdfast.protocol.outcome import Outcome
+from holdfast.runtime.node_extension import Node, NodeExtension, Send
+from holdfast.supervisor.attached import attached
+from holdfast.text import visible
+
+HEALTH_S_MAX = 20.0
+"""Limit for the command (s). It is shorter than Limits.prepare_s, after which the coordinator loses the node."""
+END_S_MAX = 2.0
+"""Time from SIGTERM to SIGKILL for a command that takes too long (s)."""
+AGAIN_FIRST_S = 30.0
+"""Time until a parked node runs the command again (s); it doubles."""
+AGAIN_MAX_S = 600.0
+OUTPUT_BYTES_MAX = 65536
+
+
+class OnNode(NodeExtension):
+    def __init__(
+        self, node: Node, send: Send, limit_s: float = HEALTH_S_MAX, again_first_s: float = AGAIN_FIRST_S
+    ) -> None:
+        super().__init__(node, send)
+        self._limit_s = limit_s
+        self._again_first_s = again_first_s
+        self._checking: set[asyncio.Task[str]] = set()
+        self._preflight_due = node.options.preflight != "off"
+        """It has not passed here yet."""
+        self._parked = False
+        self._rounds = 0
+        """Number of times that this node was parked: a loop of an earlier time ends."""
+
+    async def unfit(self, assign: Assign) -> str:
+        # A task of its own, so that the end of the job does not wait for the command.
+        checking = asyncio.create_task(self._check(assign.generation))
+        self._checking.add(checking)
+        checking.add_done_callback(self._checking.discard)
+        reason = await checking
+        if reason:
+            self._parked = True
+            self._rounds += 1
+            self.send(Unfit(assign.generation, reason))
+            self.node.start("health", self._check_again(assign.generation, self._rounds))
+        elif self._parked:
+            self._fit()
+        return reason
+
+    async def close(self, outcome: Outcome | None) -> None:  # noqa: ARG002
+        for task in self._checking:
+            task.cancel()
+        if self._checking:
+            await asyncio.wait(self._checking)
+
+    async def _check_again(self, generation: int, number: int) -> None:
+        pause_s = self._again_first_s
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, AGAIN_MAX_S)
+            if not self._parked or number != self._rounds:
+                return
+            if not await self._check(generation) and number == self._rounds:
+                self._fit()
+                return
+
+    def _fit(self) -> None:
+        self._parked = False
+        self.send(Recovered())
+
+    async def _check(self, generation: int) -> str:
+        """The reason why this node is unfit; empty: it is fit."""
+        checks = [self._preflight(generation)] if self._preflight_due else []
+        checks += [self._command(generation)] if self.node.options.health_command else []
+        reasons = await asyncio.gather(*checks)
+        return "; ".join(reason for reason in reasons if reason)[:REASON_CHARACTERS_MAX]
+
+    async def _preflight(self, generation: int) -> str:
+        from holdfast.extensions.health import preflight  # the doctor's checks are not needed without it
+
+        began_s = time.monotonic()
+        found = await preflight.problems(self.node.options, self.node.host)
+        stops = [finding for finding in found if preflight.unfit(finding)]
+        self._preflight_due = bool(stops)
+        self.node.write(
+            "preflight",
+            generation=generation,
+            seconds=round(time.monotonic() - began_s, 3),
+            findings=[f"{finding.code} {finding.what}: {finding.why}" for finding in found],
+            fit=not stops,
+        )
+        return "; ".join(f"--preflight {finding.code} {finding.what}: {finding.why}" for finding in stops)
+
+    async def _command(self, generation: int) -> str:
+        command = self.node.options.health_command
+        began_s = time.monotonic()
+        try:
+            reason = await self._run(shlex.split(command))
+        except OSError as error:
+            reason = f"cannot be started: {error.strerror or error}"
+        seconds = round(time.monotonic() - began_s, 3)
+        reason = visible(f"--health-command {reason}")[:REASON_CHARACTERS_MAX] if reason else ""
+        self.node.write("health", generation=generation, seconds=seconds, reason=reason)
+        return reason
+
+    async def _run(self, argv: list[str]) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *attached(argv),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        output = bytearray()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                while data := await process.stdout.read(OUTPUT_BYTES_MAX):
+                    output += data
+                    del output[:-OUTPUT_BYTES_MAX]
+                code = await process.wait()
+        except TimeoutError:
+            return f"has not ended within {self._limit_s:g} s"
+        finally:
+            await _end(process)
+        lines = output.decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if code == 0:
+            return ""
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return f"{how}: {last}" if last else how
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the command with all that it has started."""
+    for order in (process.terminate, lambda: os.killpg(process.pid, signal.SIGKILL)):
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            order()
+        # One that waits for a dead disk cannot be killed: nobody waits for it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S_MAX):
+                await process.wait()

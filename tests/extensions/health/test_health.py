@@ -1,0 +1,94 @@
+"""Nodes that fail their check: parked, replaced by a spare, and let in again."""
+
+from __future__ import annotations
+
+from holdfast.extensions.health.messages import Recovered, Unfit
+from holdfast.protocol import messages as msg
+from holdfast.protocol.outcome import OutcomeKind
+from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, preparing, stopping
+
+REASON = "--health-command ended with 3: GPU 2 is lost"
+
+
+def order(harness: CoordinatorHarness) -> set[int]:
+    """The links of the nodes of the newest generation."""
+    world = harness.machine.world
+    assert world is not None
+    return {harness.machine.members[name].link for name in world.order}
+
+
+def fails(harness: CoordinatorHarness, link: int) -> None:
+    harness.extend(link, "health", Unfit(harness.machine.generation, REASON))
+
+
+def states(harness: CoordinatorHarness) -> list[str]:
+    return sorted(node.state for node in harness.machine.view(harness.now).nodes)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_fails() -> None:
+    harness = preparing()
+    harness.join(3)
+    assert order(harness) == {1, 2}
+    before = harness.machine.generation
+    fails(harness, 2)
+    assert order(harness) == {1, 3}
+    assert harness.machine.generation == before + 1
+    harness.prepare(1, 3)
+    assert harness.machine.phase.value == "running"
+    assert harness.machine.budget.used == 0
+
+
+def test_the_reason_is_shown_and_in_the_journal() -> None:
+    harness = preparing()
+    harness.join(3)
+    fails(harness, 2)
+    view = harness.machine.view(harness.now)
+    host = harness.machine.members["n2#1"].node.host if "n2#1" in harness.machine.members else ""
+    assert [notice for notice in view.notices if f"is parked: {REASON}" in notice and host in notice]
+    assert "parked" in states(harness)
+    (noted,) = harness.noted("parked")
+    assert noted["reason"] == REASON
+
+
+def test_without_a_spare_the_job_waits_and_goes_on_when_the_node_is_fit() -> None:
+    harness = preparing()
+    fails(harness, 2)
+    assert harness.machine.phase.value == "gathering"
+    harness.wait(LIMITS.join_s / 2)
+    harness.extend(2, "health", Recovered())
+    assert order(harness) == {1, 2}
+    assert harness.machine.phase.value == "preparing"
+    assert not any("is parked" in notice for notice in harness.machine.view(harness.now).notices)
+
+
+def test_without_a_spare_and_a_recovery_the_job_ends_with_the_reason() -> None:
+    harness = preparing()
+    fails(harness, 2)
+    harness.wait(LIMITS.join_s + 1)
+    outcome = harness.machine.outcome
+    assert outcome is not None
+    assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.NO_QUORUM, "HF310", 1)
+    assert REASON in outcome.message
+
+
+def test_fewer_nodes_go_on_without_it_if_that_is_enough() -> None:
+    harness = preparing(least=1)
+    fails(harness, 2)
+    assert order(harness) == {1}
+
+
+def test_a_node_that_fails_during_a_stop_is_not_in_the_next_generation() -> None:
+    harness = stopping(least=1, max_restarts=3)
+    fails(harness, 2)
+    harness.both_say(msg.Stopped(harness.machine.generation))
+    harness.wait(1.0)
+    assert order(harness) == {1}
+
+
+def test_a_parked_node_that_is_lost_is_not_shown_any_more() -> None:
+    harness = preparing()
+    harness.join(3)
+    fails(harness, 2)
+    harness.say(2, msg.Leave("asked", drain=False))
+    harness.machine.check_invariants()
+    assert order(harness) == {1, 3}
