@@ -193,3 +193,40 @@ def test_with_torch_three_ranks_are_named(job_folder) -> None:
     agent.signal(signal.SIGTERM)
     assert agent.end() == 143
     job_folder.all_gone()
+
+
+MISMATCHED = f"""
+sys.path.append({str(SCRIPTS)!r})
+import torch, torch.distributed as dist, without_compiler
+from holdfast.worker import beat
+dist.init_process_group("gloo")
+for _ in range(40):
+    dist.all_reduce(torch.ones(8))
+    beat()
+if RANK == 2:
+    dist.broadcast(torch.ones(1), src=0)
+else:
+    dist.all_reduce(torch.ones(4096))
+time.sleep(600)
+"""
+
+
+@pytest.mark.xdist_group("torch jobs")
+def test_report_verdict_and_evidence_have_the_collectives(job_folder, torch_lacks: dict[str, str]) -> None:
+    if torch_lacks["recorder"]:
+        pytest.skip(torch_lacks["recorder"])
+    line = ("--standalone", "--nproc-per-node", "4", "--hang-timeout", f"{HANG_S:g}", *FAST, "--preload", "torch")
+    agent = job_folder.ends(EXIT_HUNG, *line, job_folder.script(MISMATCHED), limit_s=limit_s(60))
+    own = f"rank 2 on {HOST} is at collective 41 broadcast [1] float32 (train.py:"
+    others = "), 3 others at 41 all_reduce [4096] float32 (train.py:"
+    assert f"holdfast: {own}" in agent.text
+    assert f"  collectives  {own}" in agent.text
+    verdict = agent.verdict["verdict"]
+    assert verdict["code"] == "HF244"
+    assert verdict["collectives"].startswith(own)
+    assert others in verdict["collectives"]
+    (hang,) = hangs(agent)
+    assert hang["collectives"] == verdict["collectives"]
+    evidence = Path(hang["files"]["2"]).read_text()
+    assert "collective 41 of default_pg: broadcast [1] float32, not done\n" in evidence
+    job_folder.all_gone()

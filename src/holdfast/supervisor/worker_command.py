@@ -27,7 +27,7 @@ from string import Template
 
 from msgspec import Struct
 
-from holdfast import seqpacket
+from holdfast import compile_caches, seqpacket
 from holdfast.linux import read_text
 from holdfast.protocol.errors import BindingError
 from holdfast.protocol.options import CommandKind, RunOptions, WorkerCommand
@@ -137,6 +137,9 @@ def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[
         common["OMP_NUM_THREADS"] = str(options.omp_num_threads)
     if options.compile_threads is not None:
         common["TORCHINDUCTOR_COMPILE_THREADS"] = str(options.compile_threads)
+    # torch reads one of them when it is imported: without them the fork server could make no worker.
+    if options.cache_dir is not None:
+        common |= compile_caches.variables(options.cache_dir, environ)
     return common
 
 
