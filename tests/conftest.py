@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import json
 import os
 import resource
 import signal
@@ -394,6 +395,30 @@ def warm() -> Iterator[object]:
     made = Warm()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def torch_lacks() -> dict[str, str]:
+    """The reasons for which this torch is too old for some tests. Not asked of `warm`, which may serve jobs already."""
+    line = [sys.executable, str(Path(__file__).parent / "train" / "scripts" / "torch_lacks.py")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def meshes_made_again(torch_lacks: dict[str, str]) -> None:
+    """For tests of sharded models in `ht.survive`: skips them where torch lacks what that needs."""
+    if torch_lacks["meshes"]:
+        pytest.skip(torch_lacks["meshes"])
+
+
+@pytest.fixture
+def fsdp_on_cpus(torch_lacks: dict[str, str]) -> None:
+    """For tests with FSDP2: skips them where torch has it on GPUs alone."""
+    if torch_lacks["fsdp"]:
+        pytest.skip(torch_lacks["fsdp"])
 
 
 @pytest.fixture(scope="session")

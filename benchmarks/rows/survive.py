@@ -230,43 +230,56 @@ def measure_node(launcher: Launcher, folder: Path) -> Sample:
         return {"next step of the others": running.trains(NODES - 1, since_s, LIMIT_S).step_s}
 
 
-def measure_random(launcher: Launcher, folder: Path) -> Sample:
+@dataclass(frozen=True)
+class Exact:
+    """A script whose jobs end, and what each rank has at the end as in an undisturbed job."""
+
+    script: Path
+    case: Mapping[str, Any]
+    same: Mapping[str, Sequence[str]]
+
+
+def measure_random(exact: Exact, launcher: Launcher, folder: Path) -> Sample:
     """Jobs to their ends, while ranks are killed at random: when all train, in a regroup, in a save, while replacements
     start. The survivors wait for the replacements, or go on without them, in turn."""
     rng = Random(f"{SEED} {RANDOM_KILLS}")
-    undisturbed, _ = ended(launcher, folder / "undisturbed", "off", Random(0), 0)
+    undisturbed, _ = ended(exact, launcher, folder / "undisturbed", "off", Random(0), 0)
     sample: Sample = {"kills": 0, "jobs": 0, "restarts of all": 0}
     for number in itertools.count(1):
         how = ("wait", "shrink")[number % 2]
         left = min(JOB_KILLS, RANDOM_KILLS - int(sample["kills"]))
         site = folder / f"{number}-{how}"
-        ranks, kills = ended(launcher, site, how, rng, left)
+        ranks, kills = ended(exact, launcher, site, how, rng, left)
         sample["kills"] += kills
         sample["jobs"] += 1
         restarts = len([*site.rglob("attempt_*")]) - 1
         sample["restarts of all"] += restarts
         for local, end in ranks.items():
             expected = undisturbed[local]
-            wrong = [name for name in SAME[how] if end[name] != expected[name] and not (restarts and name in ROUNDED)]
+            wrong = [
+                name for name in exact.same[how] if end[name] != expected[name] and not (restarts and name in ROUNDED)
+            ]
             if how == "wait" and not all(map(about, end["weights"], expected["weights"])):
                 wrong.append("weights")
             if wrong:
                 found = {name: (end[name], expected[name]) for name in wrong}
                 raise HalfwayError(f"{site.name}, local rank {local}: {found}", sample)
-        if len({end["parameters"] for end in ranks.values()}) > 1:
+        if len({str(end["parameters"]) for end in ranks.values()}) > 1:
             raise HalfwayError(f"{site.name}: the ranks have different weights", sample)
         if sample["kills"] >= RANDOM_KILLS:
             return sample
     raise AssertionError
 
 
-def ended(launcher: Launcher, folder: Path, how: str, rng: Random, kills_max: int) -> tuple[dict[int, Any], int]:
+def ended(
+    exact: Exact, launcher: Launcher, folder: Path, how: str, rng: Random, kills_max: int
+) -> tuple[dict[int, Any], int]:
     """What the local ranks of a job have at its end, and how often one of them was killed."""
     folder.mkdir()
     line = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "100000", "--survive", how]
-    case = json.dumps({"epochs": EPOCHS, "disk": 40})
+    case = json.dumps({"epochs": EPOCHS, "disk": 40, **exact.case})
     kills, soon = 0, False
-    with launched(launcher, line, str(EXACT), folder, str(folder), case) as (process, _):
+    with launched(launcher, line, str(exact.script), folder, str(folder), case) as (process, _):
         while process.poll() is None and kills < kills_max:
             killed_s = time.monotonic()
             while not (soon or all_able(folder, killed_s) or process.poll() is not None):
@@ -381,7 +394,7 @@ ROWS = (
             Metric("jobs", "", digits=0),
             Metric("restarts of all", "", digits=0),
         ),
-        measure=measure_random,
+        measure=partial(measure_random, Exact(EXACT, {}, SAME)),
         repeat={HOLDFAST.name: 1},
         group="survive",
         strict=True,

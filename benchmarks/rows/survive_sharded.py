@@ -27,7 +27,22 @@ from benchmarks.harness import (
     launched,
     tail,
 )
-from benchmarks.rows.survive import KILLS, LIMIT_S, NODES, RANKS, SEED, TRAIN_S, in_one, kill, life, training
+from benchmarks.rows import survive
+from benchmarks.rows.survive import (
+    KILLS,
+    LIMIT_S,
+    NODES,
+    RANDOM_KILLS,
+    RANKS,
+    SEED,
+    TRAIN_S,
+    Exact,
+    in_one,
+    kill,
+    life,
+    measure_random,
+    training,
+)
 
 SCRIPT = "survive_sharded_steps.py"
 COST = "survive_sharded_cost.py"
@@ -107,6 +122,13 @@ def measure_cost(launcher: Launcher, folder: Path) -> Sample:
     return {"added": found["added"], "part of a step": 100.0 * found["added"] / found["wall"], "step": found["wall"]}
 
 
+EXACT = Exact(
+    survive.EXACT.with_name("sharded.py"),
+    {"memory": 5},
+    {"wait": ("step", "rates", "losses", "parameters", "weights", "random"), "shrink": ("step", "rates")},
+)
+
+
 def of_kills(name: str, title: str, kind: str, how: str, *metrics: Metric, torchrun: bool = True) -> Row:
     """KILLS in each of JOBS jobs."""
     return Row(
@@ -167,6 +189,20 @@ ROWS = (
         strict=True,
         by_name=True,
         why_not=why_not,
+    ),
+    Row(
+        name="survive-sharded-random",
+        title=f"{RANDOM_KILLS} random kills, FSDP2: each step done, and with `--survive wait` the bits of an undisturbed job",
+        metrics=(
+            Metric("kills", "", value_min=float(RANDOM_KILLS), digits=0),
+            Metric("jobs", "", digits=0),
+            Metric("restarts of all", "", digits=0),
+        ),
+        measure=partial(measure_random, EXACT),
+        repeat={HOLDFAST.name: 1},
+        group="survive-sharded",
+        strict=True,
+        by_name=True,
     ),
     Row(
         name="survive-sharded-compiled",

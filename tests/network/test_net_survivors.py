@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import pytest
 
 from holdfast.linux import process_stat
 from tests.network.hosts import Program
-from tests.network.job_agents import JobAgents, until
+from tests.network.job_agents import Agent, JobAgents, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,6 +53,47 @@ with ht.process_group() as pg, ht.Snapshots(SITE + "/runs", every="1h", memory_e
 """
 
 
+SHARDED = """
+import json, os, socket, time
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import holdfast.train as ht
+
+SITE, SHARDS, COPIES = os.environ["SITE"], int(os.environ["SHARDS"]), int(os.environ["COPIES"])
+trail = os.open(SITE + "/steps.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+torch.set_num_threads(1)
+with ht.process_group() as pg, ht.Snapshots(SITE + "/runs", every="1h", memory_every=5, copies=COPIES) as snaps:
+
+    @ht.survive(snaps)
+    def train():
+        mesh = pg.mesh(replicate=-1, shard=SHARDS) if SHARDS else pg.mesh(shard=-1)
+        model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters())
+        state = snaps.track(model=model, optimizer=optimizer)
+        resumed = snaps.resume()
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "world": pg.world}
+        about |= {"source": resumed.source if resumed else "", "began": state.step}
+        done, hold = torch.zeros(1), SITE + "/hold-" + socket.gethostname()
+        while not done.item():
+            while os.path.exists(hold):
+                open(SITE + "/held", "w").close()
+                time.sleep(0.01)
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            snaps.step()
+            line = {**about, "step": state.step, "now": time.monotonic()}
+            os.write(trail, json.dumps(line).encode() + b"\\n")
+            done[0] = os.path.exists(SITE + "/finish")
+            torch.distributed.all_reduce(done, torch.distributed.ReduceOp.MAX)
+            time.sleep(0.02)
+
+    train()
+"""
+"""FSDP2, or HSDP if SHARDS is not 0. The disk gets nothing before the end."""
+
+
 class Done(NamedTuple):
     """One rank has done a step."""
 
@@ -61,6 +103,10 @@ class Done(NamedTuple):
     world: int
     step: int
     now: float
+    source: str = ""
+    """Of the state with which its call of the training function began."""
+    began: int = 0
+    """The step of that state."""
 
 
 class Job:
@@ -158,3 +204,76 @@ def test_the_others_keep_their_processes_when_the_coordinators_node_becomes_sile
     assert job.said("node1 was lost: it stopped answering together with the coordinator")
     job.job_agents.hosts.plug(1)
     job.all_again(alone)
+
+
+class ShardedJob(Job):
+    """Some of three hosts, with some ranks on each."""
+
+    def __init__(self, job_agents: Any, numbers: Sequence[int], ranks: int, **env: str) -> None:
+        self.job_agents = job_agents(3)
+        self.job_agents.script.write_text(SHARDED)
+        self.job_agents.c10d("1:3")
+        self.ranks, self.env = ranks, env
+        self.agents = [self.start(number) for number in numbers]
+        self.world = len(numbers) * ranks
+        self.until(lambda: len({(each.host, each.pid) for each in self.of(self.world) if each.step > 20}) == self.world)
+
+    def start(self, number: int) -> Agent:
+        return self.job_agents.start(number, "--nproc-per-node", str(self.ranks), env=self.env)
+
+    def loses(self, number: int) -> list[Done]:
+        """The steps of the others after this host has lost its power; each is in the process that it was in. They wait
+        for its gradients then: in the middle of an optimizer's step, a rank would have no state of the step before."""
+        site = self.job_agents.folder
+        (site / f"hold-node{number}").touch()
+        self.until(lambda: (site / "held").exists() and self.are_level())
+        self.job_agents.hosts[number].kill()
+        left = self.world - self.ranks
+        before = {(each.host, each.pid) for each in self.of(self.world) if each.host != f"node{number}"}
+        self.until(lambda: {(each.host, each.pid) for each in self.of(left)} == before)
+        return self.of(left)
+
+    def are_level(self) -> bool:
+        """Whether all ranks have done the newest step."""
+        newest = max(each.step for each in self.of(self.world))
+        return sum(each.step == newest for each in self.of(self.world)) == self.world
+
+    def has_lost_no_step(self, since: list[Done], world: int) -> None:
+        """A step in which the ranks leave their function is complete, and has no line."""
+        newest = max(each.step for each in self.of(world))
+        assert {each.began for each in since} <= {newest, newest + 1}
+        assert len({each.began for each in since}) == 1
+
+
+@pytest.mark.parametrize(("copies", "source"), [("1", "memory"), ("0", "disk")], ids=["copies", "no copies"])
+def test_hsdp_loses_no_step_with_a_node_and_none_when_another_comes(job_agents, copies: str, source: str) -> None:
+    """Each node has a whole replica. The newcomer has nothing in memory: without copies the others save for it."""
+    job = ShardedJob(job_agents, [1, 2], 2, SHARDS="2", COPIES=copies)
+    alone = job.loses(2)
+    assert {each.source for each in alone} == {"memory"}
+    job.has_lost_no_step(alone, 4)
+    newcomer = job.start(3)
+    job.until(lambda: len({(each.host, each.pid) for each in job.of(4, alone[0].now)}) == 4)
+    again = job.of(4, alone[0].now)
+    assert {each.host for each in again} == {"node1", "node3"}
+    assert {each.source for each in again} == {source}
+    job.has_lost_no_step(again, 2)
+    job.job_agents.finish_all([job.agents[0], newcomer])
+
+
+def test_steps_that_nobody_has_any_more_are_told(job_agents) -> None:
+    """The lost node's shards were in its memory alone, and nothing was saved to the disk."""
+    job = ShardedJob(job_agents, [1, 2], 1, SHARDS="0", COPIES="0")
+    alone = job.loses(2)
+    assert {(each.source, each.began) for each in alone} == {("", 0)}
+    job.job_agents.finish_all(job.agents[:1])
+    assert "steps are lost: no state of them was complete in memory, and none was on the disk" in job.agents[0].text
+
+
+def test_the_shard_of_a_lost_node_comes_from_another_one_s_memory(job_agents) -> None:
+    job = ShardedJob(job_agents, [1, 2, 3], 1, SHARDS="0", COPIES="1")
+    alone = job.loses(3)
+    assert {each.source for each in alone} == {"memory"}
+    assert 0 < alone[0].began <= max(each.step for each in job.of(3))
+    assert not [*(job.job_agents.folder / "runs").glob("step_*")], "nothing is on the disk"
+    job.job_agents.finish_all(job.agents[:2])

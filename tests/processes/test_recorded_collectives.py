@@ -142,3 +142,13 @@ def test_the_collective_of_a_rank_that_calls_another_one_is_shown(jobs: Jobs, ca
     expected = MISMATCHED[case]
     assert own.partition(" (collective_rank.py:")[0] == f"rank 2 on node2 is at collective {expected[0]}"
     assert others.partition(" (collective_rank.py:")[0] == expected[1]
+
+
+def test_the_exception_that_a_rank_handles_while_it_waits_in_a_collective_is_shown(jobs: Jobs) -> None:
+    """Nothing of Python runs in its main thread until the collective ends."""
+    finding = jobs.hung("all_reduce/handles")
+    assert (finding.code, finding.culprits) == ("HF244", (ODD,)), finding
+    assert (
+        "handling ValueError: invalid literal for int() with base 10: 'bad row 17', raised at collective_rank.py:"
+        in finding.text
+    )

@@ -80,6 +80,7 @@ def test_the_others_go_on_and_a_replacement_joins(job_folder: JobFolder) -> None
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_sharded_model_is_made_again_for_the_ranks_that_are_there(job_folder: JobFolder) -> None:
     """A state is in memory each 30 steps; before a replacement joins, the ranks save theirs, so no step is lost then."""
     case = json.dumps({"epochs": 60, "memory": 30, "faults": [[1, "backward", 37]]})
@@ -98,6 +99,7 @@ def test_a_sharded_model_is_made_again_for_the_ranks_that_are_there(job_folder: 
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_spare_comes_to_the_safe_point_at_which_a_replacement_joins(job_folder: JobFolder) -> None:
     """It makes no steps, and the others make no more than they have to."""
     case = {"epochs": 60, "memory": 30, "kind": "hsdp", "multiple": 2, "nothing of its own": True}
@@ -274,6 +276,7 @@ def test_a_node_that_leaves_ends_no_other_process(job_folder: JobFolder, endpoin
     assert not (job_folder.folder / f"end.{leaver}").exists()
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_node_that_leaves_a_sharded_model_saves_its_part_for_the_others(job_folder: JobFolder, endpoint: str) -> None:
     """Its memory goes with it, so the ranks save to the disk at the safe point, and no step is lost."""
     agents = three_nodes(job_folder, endpoint, 2, script=SHARDED, steps=20, memory=100)
@@ -285,6 +288,7 @@ def test_a_node_that_leaves_a_sharded_model_saves_its_part_for_the_others(job_fo
     assert {each["steps_lost"] for agent in agents[:2] for each in agent.events("went_on")} == {0}
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_lost_nodes_part_of_a_sharded_model_comes_from_its_copy(job_folder: JobFolder, endpoint: str) -> None:
     """All that was on the node is gone. The others have a copy of its state of step 18, and nothing is on the disk."""
     agents = three_waiting(job_folder, endpoint, 2, script=SHARDED, steps=20, memory=6, copies=1)

@@ -34,7 +34,11 @@ from tests.warm_jobs import WarmJobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
 
-pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.xdist_group("torch survivors"),
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("meshes_made_again"),
+]
 
 
 def calls_of(end: dict[str, Any]) -> list[list[Any]]:

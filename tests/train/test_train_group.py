@@ -209,6 +209,7 @@ SILENT = {
 }
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_mistakes_and_correct_code_on_two_ranks(warm: Warm) -> None:
     done = warm.run([SCRIPTS / "guard_cases.py"], timeout=150)
     assert done.returncode == 0, done.stderr
@@ -441,6 +442,7 @@ def test_a_model_is_not_kept_alive() -> None:
     assert gone() is None
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_resizes_leave_the_loss_curve_as_it_is(warm: Warm) -> None:
     """DDP on 2, 3, 4, 1 ranks and FSDP2 on 4, 2, 3, as one process undisturbed; epochs with uneven tails."""
     curves = warm.found(SCRIPTS / "loss_curves.py", "resized", timeout=170)

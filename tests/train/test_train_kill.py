@@ -101,6 +101,7 @@ def test_a_state_in_memory_belongs_to_its_folder_and_not_to_a_new_one(warm: Warm
 NODE_KILL_KINDS = 7
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_every_rank_goes_on_from_the_newest_step_that_all_have(warm: Warm, tmp_path: Path) -> None:
     found = warm.found(SCRIPTS / "node_kills.py", tmp_path / "runs", str(NODE_KILL_KINDS), "0", timeout=180)
     assert found["faults"] == []

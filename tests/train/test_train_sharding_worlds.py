@@ -25,6 +25,7 @@ def agree(results: list[Any], reference: Any, source: str, world_then: int) -> N
         assert result["state"] == reference
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
 def test_saved_on_four_ranks_loaded_on_any(warm: Warm, kind: str, tmp_path: Path) -> None:
     found = warm.found(SCRIPT, f"reshard_{kind}", tmp_path)

@@ -277,8 +277,8 @@ class RankSample(Struct, frozen=True, array_like=True):
     polls: str = ""
     """The call with which it polls, as the program writes it: `os.path.exists`."""
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)] = ()
-    """For each of its process groups, the newest group first: the oldest collective that is not done, and the newest
-    that is. Empty: it did not answer, or its torch is older than 2.15."""
+    """The oldest collective that is not done, and the newest that is, of each process group; the newest group comes
+    first. Empty: it did not answer, or its torch is older than 2.15."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):

@@ -245,6 +245,7 @@ class RunningGeneration:
             if self._is_expected(worker) and self._channel is not None:
                 cut, leaves = not safe_point and worker.generation > 0, worker.local_rank not in self._taking_part
                 order = {"do": "release", "generation": self.number, "cut": cut, "leaves": leaves}
+                order["nodes"] = assign.group_world_size
                 self._channel.send(worker.local_rank, order)
         self.board.release(safe_point)  # after the messages: a worker that stops there finds its own
 

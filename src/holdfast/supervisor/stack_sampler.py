@@ -467,7 +467,7 @@ class StackSampler:
                     sample.pid, *self._board.recorder(sample.local_rank), fds[sample.local_rank], self._questions
                 )
             ]
-            answers: dict[int, tuple[int, tuple[Collective, ...]]] = {}
+            answers: dict[int, _RecorderAnswer] = {}
             deadline = time.monotonic() + RECORDED_S_MAX
             while len(answers) < len(asked) and time.monotonic() < deadline:
                 time.sleep(STILL_S)
@@ -482,10 +482,11 @@ class StackSampler:
                 os.close(fd)
         found = []
         for sample in samples:
-            written, collectives = answers.get(sample.local_rank, (0, ()))
+            answer = answers.get(sample.local_rank, _RecorderAnswer(0, ()))
             all_bytes, by_main_bytes = self._dumped.get(sample.pid, (0, 0))
-            self._dumped[sample.pid] = (all_bytes + written, by_main_bytes)
-            found.append(structs.replace(sample, collectives=collectives))
+            self._dumped[sample.pid] = (all_bytes + answer.length, by_main_bytes)
+            handles = sample.handles or answer.handles
+            found.append(structs.replace(sample, collectives=answer.collectives, handles=handles))
         return tuple(found)
 
     def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[tuple[RankSample, ...], dict[int, bytes]]:
@@ -734,6 +735,9 @@ class _RecorderAnswer(Struct, frozen=True):
 
     number: int
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)]
+    handles: str = ""
+    length: int = 0
+    """Its length (bytes), which the worker does not write."""
 
 
 def _ask_recorder(pid: int, pipe: int, inode: int, fd: int, number: int) -> bool:
@@ -756,14 +760,14 @@ def _ask_recorder(pid: int, pipe: int, inode: int, fd: int, number: int) -> bool
         os.close(asks)
 
 
-def _recorded(fd: int, number: int) -> tuple[int, tuple[Collective, ...]] | None:
-    """The length of the answer to this question (bytes), and its collectives; None: it is not there yet."""
+def _recorded(fd: int, number: int) -> _RecorderAnswer | None:
+    """The answer to this question; None: it is not there yet."""
     for line in os.pread(fd, DUMP_BYTES_MAX, 0).splitlines(keepends=True):
         if line.endswith(b"\n"):
             with contextlib.suppress(DecodeError):  # an answer that does not fit: the worker's torch is another one
                 answer = json.decode(line, type=_RecorderAnswer)
                 if answer.number == number:
-                    return len(line), answer.collectives
+                    return structs.replace(answer, length=len(line))
     return None
 
 

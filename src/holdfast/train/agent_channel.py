@@ -52,6 +52,8 @@ class Release(NamedTuple):
     """Whether to come at once, because a worker was lost; False: come at the safe point that the board names."""
     leaves: bool = False
     """Whether the worker's node leaves: it has no rank in that generation, and is ended at the gate."""
+    nodes: int = 1
+    """The number of nodes that have ranks in that generation."""
 
 
 class Go(NamedTuple):
@@ -207,7 +209,13 @@ class AgentChannel:
     def _take(self, message: Mapping[str, Any]) -> None:
         match message.get("do"), message.get("generation"):
             case "release", int(generation):
-                self.released = Release(generation, message.get("cut") is True, message.get("leaves") is True)
+                nodes = message.get("nodes")
+                self.released = Release(
+                    generation,
+                    message.get("cut") is True,
+                    message.get("leaves") is True,
+                    nodes if isinstance(nodes, int) else 1,
+                )
                 self._go = None  # it was for a generation that was given up
             case "go", int(generation):
                 environment = message.get("environment")

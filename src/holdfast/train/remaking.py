@@ -165,7 +165,7 @@ class Remaker:
 
     def at_safe_point(self, release: Release) -> None:
         if not release.cut:
-            self._snaps._save_at_safe_point(leaves=release.leaves)
+            self._snaps._save_at_safe_point(leaves=release.leaves, nodes=release.nodes)
 
     def go_on(self, report: RegroupReport) -> None:  # noqa: ARG002 - `resumed` completes it
         """Let everything go, and enter the next generation."""

@@ -473,19 +473,28 @@ class Snapshots:
                 self._durable_epoch, self._unsaved = newest.durable_epoch, newest.unsaved
             saving.errors += self._before.errors
         saving.resumed_from(state)
+        if lost and resumed is None and saving.peers.rank == 0:
+            warnings.warn(
+                f"holdfast: ht.survive: {lost} steps are lost: no state of them was complete in memory, and none was "
+                "on the disk. Training begins at step 0.\nOn several nodes, use copies=1, or a shorter every=.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         self._new_world, self._before = None, _Before()
         remaker.resumed(lost)
         # From now on there is a state of all that is tracked, also of what is older, and it is whole on each node.
         if resumed is None or (state is not None and state[2] == ALONE_SAVE):
             self._save(saving, durable=False)
 
-    def _save_at_safe_point(self, *, leaves: bool) -> None:
-        """Save the step that was just completed, at a safe point at which all ranks leave the training function. If
-        some rank `leaves` the job, its memory may go with it: then the state goes to the disk."""
+    def _save_at_safe_point(self, *, leaves: bool, nodes: int) -> None:
+        """Save the step that was just completed, at a safe point at which all ranks leave the training function. It
+        goes to the disk if some rank `leaves` the job, whose memory may go with it, or if the ranks of the next
+        generation are on several `nodes`, which cannot read each other's memory without copies."""
         if self._saving is None or self._at_safe_point is None:
             return  # the program asks for safe points itself, and it is not known whether a step is complete
         assert self._peers is not None
-        durable = any(self._peers.all_gather(leaves))
+        readable = nodes == 1 or (self._copies is not None and self._copies.report().port > 0)
+        durable = any(self._peers.all_gather(leaves or not readable))
         pending = self._at_safe_point is WherePending.HERE
         if self._save(self._saving, durable=durable, pending=pending) and durable:
             self._wait(self._saving)

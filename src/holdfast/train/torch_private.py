@@ -93,7 +93,7 @@ def broadcast_coalesced(group: Any, tensors: list[torch.Tensor], bytes_max: int)
 def forget_meshes() -> None:
     """Clear DTensor's caches, which have device meshes of groups that are gone. A mesh of a later world with the same
     ranks is equal to such a one: an operation would get that, with groups of other ranks, and no mesh would ever be
-    freed. `mesh_names_missing` is asked before. Tried on 2.13.0 alone."""
+    freed. `mesh_names_missing` is asked before. Tried on 2.13.0 and 2.15.0; 2.6.0 does not have the names."""
     for owner, name in _CACHES_OF_MESHES:
         getattr(owner(), name).cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
@@ -108,7 +108,8 @@ def mesh_names_missing() -> str:
         except AttributeError:
             found = False
         if not found:
-            return f"ht.survive needs {name} of torch.distributed.tensor, which torch {torch.__version__} does not have"
+            where = f"{name} of torch.distributed.tensor, which torch {torch.__version__} does not have and 2.13 has"
+            return f"ht.survive with a sharded model needs {where}"
     of_random = getattr(dtensors, "_random", None)
     others = ((torch._C, "_clear_DTensor_sharding_propagator_cache"), (of_random, "_rng_tracker"))
     return next((_missing(at, name, "ht.survive") for at, name in others if not hasattr(at, name)), "")

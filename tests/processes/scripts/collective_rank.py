@@ -47,6 +47,13 @@ def two_async():
         work.wait()
 
 
+def handles():
+    try:
+        int("bad row 17")
+    except ValueError:
+        dist.broadcast(tensor(1), src=0)
+
+
 CALLS = {
     "all_reduce": lambda: dist.all_reduce(tensor(4096)),
     "broadcast": lambda: dist.broadcast(tensor(1), src=ODD),
@@ -58,6 +65,7 @@ CALLS = {
     "barrier": dist.barrier,
     "objects": objects,
     "two_async": two_async,
+    "handles": handles,
     "asleep": lambda: time.sleep(600),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import signal
@@ -256,8 +257,13 @@ class Judging(Trained):
         """Those of the generator, or of the critic, are its own."""
 
 
+KNOWN = frozenset(inspect.signature(DistributedDataParallel).parameters)
+
+
 def wrapped(net: nn.Module, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(net, **{"bucket_cap_mb": 0.0004} | options)
+    """The module in DDP with those of the options that this torch has."""
+    given = {"bucket_cap_mb": 0.0004} | options
+    return DistributedDataParallel(net, **{name: value for name, value in given.items() if name in KNOWN})
 
 
 def hooked(name: str, hook: Callable[..., Any], state: object = None) -> Trained:
@@ -336,7 +342,7 @@ def trainings() -> dict[str, Trained]:
         ),
         "view": of_options("view", gradient_as_bucket_view=True),
         "batched": of_options("batched", batched_grad_copy=True),
-        "caps": Trained(DistributedDataParallel(Net("caps"), bucket_cap_mb_list=[0.0001, 0.0004])),
+        "caps": Trained(wrapped(Net("caps"), bucket_cap_mb=None, bucket_cap_mb_list=[0.0001, 0.0004])),
         "no first sync": of_options("no first sync", init_sync=False),
         "norm": Trained(wrapped(Net("norm", nn.BatchNorm1d(WIDTH)))),
         "own norm": Trained(wrapped(Net("own norm", nn.BatchNorm1d(WIDTH)), broadcast_buffers=False)),

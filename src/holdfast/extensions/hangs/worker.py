@@ -13,7 +13,10 @@ for those that have no recorder. The private names of torch that are used here: 
 
 A question is four bytes in a pipe of ours, the answer one line of JSON in the agent's file for stacks:
 
-    {"number": 7, "collectives": [["default_pg", 812, "all_reduce", "[4096] float32", false, false]]}
+    {"number": 7, "collectives": [["default_pg", 812, "all_reduce", "[4096] float32", false, false]], "handles": ""}
+
+It also has the exception that the main thread handles, as `ValueError: bad row 17, raised at train.py:30`. A rank that
+calls a collective in an `except` waits in C++, where no signal's handler of Python runs.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 
 TYPE_CHECKING = False
@@ -94,13 +98,14 @@ class Recorder:
                 found = self.collectives()
             except Exception:  # noqa: BLE001 - names of torch that may change: the agent gets no collectives
                 found = []
+            answer = {"number": number, "collectives": found, "handles": _handled()}
             try:
-                os.write(answers, json.dumps({"number": number, "collectives": found}).encode() + b"\n")
+                os.write(answers, json.dumps(answer).encode() + b"\n")
             except OSError:
                 return  # the agent is gone
 
     def collectives(self) -> list[list[Any]]:
-        """For each group the oldest collective that is not done, and the newest that is."""
+        """Read the oldest collective that is not done, and the newest that is, of each group."""
         backends = self._backends()
         counts = json.dumps([self._dump(each, False).get("pg_status") for each in backends])
         if counts != self._counts:
@@ -125,8 +130,26 @@ class Recorder:
         return dict(json.loads(text))
 
 
+def _handled() -> str:
+    """The exception that the main thread handles, and where it was raised; empty: it handles none."""
+    try:
+        found: Any = sys._current_exceptions()  # a worker's Python may be older than 3.11 and lack it
+        error = found.get(threading.main_thread().ident)
+        error = error[1] if isinstance(error, tuple) else error  # Python 3.11 has tuples, as sys.exc_info() has
+        if error is None:
+            return ""
+        text = " ".join(f"{type(error).__name__}: {error}".split())[: layout.HANDLED_CHARACTERS_MAX]
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        file = trace.tb_frame.f_code.co_filename if trace is not None else ""
+        return f"{text}, raised at {os.path.basename(file)}:{trace.tb_lineno}" if trace is not None else text
+    except Exception:  # noqa: BLE001 - the program's own __str__ may do anything
+        return ""
+
+
 def _of_groups(entries: list[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
-    """For each group the oldest collective that is not done, and the newest that is. The newest group comes first."""
+    """Keep of each group the oldest collective that is not done, and the newest that is; the newest group is first."""
     groups: dict[str, dict[bool, list[Any]]] = {}
     newest: dict[str, int] = {}
     ids: dict[str, int] = {}
