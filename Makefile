@@ -23,7 +23,7 @@
 #                (REPOSITORY=https://…: README's links lead there on the package's page); prints what a
 #                person does by hand
 #   make docs    the documentation as a site, in build/site
-#   make screenshots  the pictures of the dashboard in docs/pictures, from a real job
+#   make screenshots  the pictures in docs/pictures, of the dashboard and of the gallery, from real jobs
 #   make fmt     format the code and regenerate the pages of docs/ that are made from it
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -142,6 +142,7 @@ soak-patience: $(VENV)/.dev debian
 
 screenshots: $(VENV)/.dev debian
 	$(BIN)/python -m tools.screenshots
+	$(BIN)/python -m tools.gallery
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -118,6 +118,7 @@ EXTENSIONS = (
     Extension("load", follows=True),
     Extension("metrics", begins=lambda options: options.metrics is not None or options.health is not None),
     Extension("notices", begins=lambda options: bool(options.notify)),
+    Extension("otel", begins=lambda options: options.otel is not None),
     Extension("torch_events", begins=lambda options: options.event_log_handler == "console"),
     Extension("caches", begins=lambda options: options.cache_dir is not None),
     Extension("saver", begins=lambda _options: True),

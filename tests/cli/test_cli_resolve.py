@@ -148,8 +148,9 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
     ("--signals-to-handle '' train.py", {}, {"signals": (), "signals_text": ""}),
     # logs
     ("--log-dir /dev/null train.py", {}, {"logs.log_dir": None}),
+    ("--ranks-filter 0,8-9 train.py", {}, {"logs.ranks_filter": frozenset({0, 8, 9})}),
     ("--local-ranks-filter 0 train.py", {}, {"logs.local_ranks_filter": frozenset({0})}),
-    ("train.py", {}, {"logs.local_ranks_filter": None, "logs.prefix_template": None}),
+    ("train.py", {}, {"logs.ranks_filter": None, "logs.local_ranks_filter": None, "logs.prefix_template": None}),
     ("-t 1 --duplicate-stdout-filters a,,b,c train.py", {}, {"logs.duplicate_stdout_filters": ("a,b", "c")}),
     ("--duplicate-stderr-filters '' train.py", {}, {"logs.duplicate_stderr_filters": ()}),
     ("train.py", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}"}, {"logs.prefix_template": "${rank}"}),

@@ -54,7 +54,7 @@ def written() -> set[str]:
         if re.search(r"holdfast/(runtime|supervisor)/", path.as_posix()):
             found |= set(re.findall(r"self\._write\(\s*\"([\w.]+)\"", text))
         if re.search(r"holdfast/extensions/\w+/node\.py", path.as_posix()):
-            found |= set(re.findall(r"self\.node\.write\(\s*\"([\w.]+)\"", text))
+            found |= set(re.findall(r"\bnode\.write\(\s*\"([\w.]+)\"", text))
         where = re.search(r"holdfast/(agent|coordinator|authority|extensions/\w+/coordinator\.py)", path.as_posix())
         if where:
             machine = "agent" if where[1] == "agent" else "coordinator"  # so are notes of authorities and extensions

@@ -118,6 +118,9 @@ def fds_of_this_process() -> int:
         ({"redirects": StreamChoice(every=Std.ERR)}, b"n1:100| out\n", b""),
         ({"redirects": StreamChoice(every=Std.ALL), "tee": StreamChoice(every=Std.ERR)}, b"", b"[default0]:err\n"),
         ({"local_ranks_filter": frozenset({1})}, b"", b""),
+        ({"ranks_filter": frozenset({0, 101})}, b"", b""),
+        ({"ranks_filter": frozenset({100}), "local_ranks_filter": frozenset({0})}, b"n1:100| out\n", b"n1:100| err\n"),
+        ({"ranks_filter": frozenset({100}), "local_ranks_filter": frozenset({1})}, b"", b""),
         ({"local_ranks_filter": frozenset({0}), "tee": TEE}, b"[default0]:out\n", b"[default0]:err\n"),
         (
             {"prefix_template": "<${role_name}/${rank}/${local_rank}/${node}/${other}> "},
@@ -405,6 +408,19 @@ def test_a_worker_that_has_another_rank_is_shown_with_it(pipe: PipeConsole, tmp_
     node.write(1, b"after\n")
     until(lambda: b"n1:7| after\n" in pipe.out, "the second line")
     assert node.end()
+
+
+def test_a_worker_that_gets_a_rank_of_the_filter_is_shown_from_then_on(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path, ranks_filter=frozenset({100})).open(0, 1)
+    node.write(0, b"leads\n")
+    node.write(1, b"hidden\n")
+    until(lambda: pipe.out == b"n1:100| leads\n" and written(node, 1) == b"hidden\n", "the first lines")
+    node.router.moved({0: 101, 1: 100})
+    node.write(0, b"follows\n")
+    node.write(1, b"leads now\n")
+    until(lambda: written(node, 0).endswith(b"follows\n"), "the second lines")
+    assert node.end()
+    assert pipe.out == b"n1:100| leads\nn1:100| leads now\n"
 
 
 def test_a_traceback_waits_for_its_verdict_while_the_next_attempt_is_opened(pipe: PipeConsole, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ TYPE_NAMES = {
     dict: "a table",
 }
 DECIDE_WHAT_RUNS = frozenset(
-    {"notify", "host_discovery", "ssh", "python", "preload", "module", "no_python", "run_path"}
+    {"notify", "health_command", "host_discovery", "ssh", "python", "preload", "module", "no_python", "run_path"}
     | {"hosts", "hostfile", "cwd", "env"}
 )
 """Options that decide which programs run, and where, or what is sent there. A file that was found, not named, and that

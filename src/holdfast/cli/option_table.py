@@ -221,6 +221,7 @@ OPTIONS: tuple[Option, ...] = (
             many=True,
             joiner="\n",
         ),
+        own("--otel", TEXT, None, "send a span of the run and of each generation to this OTLP/HTTP receiver", "URL"),
         own("--metrics", TEXT, None, "serve Prometheus metrics there (loopback by default)", "[HOST:]PORT"),
         own("--health", TEXT, None, "serve health checks there; it may be the port of --metrics", "[HOST:]PORT"),
     ),
@@ -230,6 +231,7 @@ OPTIONS: tuple[Option, ...] = (
         Option("--redirects", TEXT, "0", "to file only: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "SPEC", short="-r"),
         Option("--tee", TEXT, "0", "to file and console, numbers as for --redirects", "SPEC", short="-t"),
         Option("--local-ranks-filter", TEXT, "", "show only these local ranks on the console", "RANK,..."),
+        own("--ranks-filter", TEXT, "", "show only these ranks of the job on the console", "RANK,..."),
         Option("--duplicate-stdout-filters", LIST, (), "copy teed stdout lines that contain one of these", "TEXT,..."),
         Option("--duplicate-stderr-filters", LIST, (), "copy teed stderr lines that contain one of these", "TEXT,..."),
         own(

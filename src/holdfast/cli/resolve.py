@@ -33,6 +33,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.protocol.policy import Limits
+from holdfast.protocol.ranks_text import ranks_of
 from holdfast.protocol.time_outs import TimeOut, inversions, ladder, sentence
 from holdfast.rendezvous.conf import PORT_MAX
 from holdfast.text import is_loopback, plural
@@ -114,6 +115,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         event_log_handler=given.event_log_handler,
         dashboard=served(parsed, "dashboard"),
         notify=targets(parsed),
+        otel=span_receiver(parsed),
         metrics=metrics,
         health=health,
         health_command=health_command(parsed),
@@ -133,6 +135,7 @@ def may_restart(job: JobSpec) -> bool:
 PACKAGES = {
     "dashboard": ("dashboard", "starlette", "uvicorn"),
     "metrics": ("metrics", "prometheus_client"),
+    "otel": ("otel", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 """Packages that options need: the extra of holdfast that installs them, and their modules."""
 
@@ -145,11 +148,18 @@ def check_packages(parsed: Parsed, backend: str) -> None:
     if backend == "etcd":
         wanted.append(("--rdzv-backend etcd", ("etcd", "etcd3gw")))
     for flag, (extra, *modules) in wanted:
-        from importlib.util import find_spec
-
-        missing = [name for name in modules if find_spec(name) is None]
+        missing = [name for name in modules if not is_installed(name)]
         if missing:
             raise MissingPackageError(f"{flag} needs {' and '.join(missing)}: pip install 'holdfast[{extra}]'")
+
+
+def is_installed(module: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 WORKERS_PER_CPU_MAX = 8
@@ -247,6 +257,14 @@ def targets(parsed: Parsed) -> tuple[str, ...]:
     return found
 
 
+def span_receiver(parsed: Parsed) -> str | None:
+    """The URL of --otel."""
+    url: str | None = parsed.values.otel
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise parsed.error("otel", UsageError, "must be the URL of an OTLP/HTTP receiver, as in http://collector:4318")
+    return url
+
+
 def health_command(parsed: Parsed) -> str:
     """The command of --health-command; empty: there is none."""
     command: str = parsed.values.health_command.strip()
@@ -337,7 +355,11 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
     redirects, tee = (streams(parsed, dest, nproc, notices) for dest in ("redirects", "tee"))
     ranks = parsed.converted("local_ranks_filter", rank_list, LogOptionsError)
     report_absent(parsed, "local_ranks_filter", ranks or frozenset(), nproc, notices)
+    job_ranks = frozenset(ranks_of(list(filter(None, [given.ranks_filter])), flag_of("ranks_filter"))) or None
     log_dir = log_folder(parsed, notices)
+    if job_ranks is not None and log_dir is None:
+        text = "the agent has to read the output to know whose it is: not with --log-dir /dev/null"
+        raise parsed.error("ranks_filter", LogOptionsError, text)
     duplicates = {
         Std.OUT: tuple(text for text in given.duplicate_stdout_filters if text),
         Std.ERR: tuple(text for text in given.duplicate_stderr_filters if text),
@@ -360,6 +382,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
         redirects=redirects,
         tee=tee,
         local_ranks_filter=ranks,
+        ranks_filter=job_ranks,
         duplicate_stdout_filters=duplicates[Std.OUT],
         duplicate_stderr_filters=duplicates[Std.ERR],
         prefix_template=given.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,

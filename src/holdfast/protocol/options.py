@@ -67,6 +67,8 @@ class LogOptions(Struct, frozen=True, kw_only=True):
     tee: StreamChoice = StreamChoice()
     local_ranks_filter: frozenset[int] | None = None
     """Local ranks shown on the console; None: all."""
+    ranks_filter: frozenset[int] | None = None
+    """Ranks of the job shown on the console; None: all."""
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
@@ -186,6 +188,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Address at which health checks are answered; None: they are not."""
     dashboard: Endpoint | None = None
     """Address at which the node of the coordinator serves the dashboard; None: it does not."""
+    otel: str | None = None
+    """The URL of the OTLP/HTTP receiver of spans (--otel); None: there are none."""
     notify: tuple[str, ...] = ()
     """URLs and commands that get a notice at each turn of the job (--notify)."""
     health_command: str = ""

@@ -193,6 +193,7 @@ class LogRouter:
             for tail, sink, teed in self._shown.get(local_rank, ()):
                 tail.prefix = self._tail_prefix(WorkerSlot(local_rank, rank), sink, teed=teed)
                 tail.rank = rank if tail.rank is not None else None
+                tail.hidden = self._hides(rank)
 
     def begin_attempt(self) -> None:
         """The workers of the attempt that was opened are being started."""
@@ -281,7 +282,7 @@ class LogRouter:
     def _inherited(self, worker: WorkerSlot) -> WorkerStreams:
         """Streams without files. As in torchrun, ranks outside the filter are discarded and the others write to the
         agent's own streams."""
-        if self._passes(worker):
+        if self._passes(worker) and not self._hides(worker.rank):
             return WorkerStreams(StreamFds(None, None), None, None, None)
         fds = [os.open(os.devnull, os.O_WRONLY) for _ in range(2)]
         self._fds[worker.local_rank] = fds
@@ -329,6 +330,7 @@ class LogRouter:
             rank=worker.rank if plain else None,
             held=held,
         )
+        tail.hidden = self._hides(worker.rank)
         shown.setdefault(sink, []).append(tail)
         self._shown.setdefault(worker.local_rank, []).append((tail, sink, teed))
         # Without a terminal here, a worker must not believe that it has one: it would draw bars into a file.
@@ -389,6 +391,12 @@ class LogRouter:
     def _passes(self, worker: WorkerSlot) -> bool:
         wanted = self._options.local_ranks_filter
         return not wanted or worker.local_rank in wanted
+
+    def _hides(self, rank: int) -> bool:
+        """Whether the console shows nothing of this rank. Its output is read all the same: when ranks are lost, the
+        others may get its rank and go on."""
+        wanted = self._options.ranks_filter
+        return wanted is not None and rank not in wanted
 
     def _prefix_of(self, sink: ConsoleStream, ranks: Sequence[int]) -> bytes:
         """The prefix of a line that these ranks have printed."""

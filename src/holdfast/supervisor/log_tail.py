@@ -144,7 +144,9 @@ class StreamTail:
         self.drawn = b""
         """The part of the unfinished line that was drawn last."""
         self.prefix = prefix
-        """Set from any thread, as is `rank`."""
+        """Set from any thread, as are `rank` and `hidden`."""
+        self.hidden = False
+        """Nothing of it is shown now."""
         self._live = live
         self._asks = asks
         self._needles = needles
@@ -175,6 +177,8 @@ class StreamTail:
         lines = self._without_repeat(self._cutter.feed(chunk))
         if lines:
             self.drawn = b""
+        if self.hidden:
+            return b"", self._has_more
         if self.held is not None:
             lines = self.held.feed(lines, now)
         return lines, self._has_more
@@ -182,13 +186,15 @@ class StreamTail:
     def finish(self, now: float) -> bytes:
         """The last line, if it has no newline."""
         lines = self._without_repeat(self._cutter.flush())
+        if self.hidden:
+            return b""
         return self.held.feed(lines, now) if self.held is not None else lines
 
     def take_progress(self, now: float) -> tuple[bytes, float | None]:
         """The state of a line that overwrites itself, as a line, or the time of the next check. It is for a sink that
         is no terminal."""
         state = self._cutter.progress
-        if not state or state == self._progress_shown:
+        if self.hidden or not state or state == self._progress_shown:
             return b"", None
         if now < self._progress_due:
             return b"", self._progress_due
@@ -198,7 +204,7 @@ class StreamTail:
     def transient(self) -> tuple[bytes, float | None]:
         """The unfinished line, and the time at which it is due; None: it is drawn already, or there is none. It is for
         a terminal."""
-        text = self._cutter.newest
+        text = b"" if self.hidden else self._cutter.newest
         if text == self.drawn or not text:
             return text, None
         return text, self.changed_at if b"\r" in self._cutter.partial else self.changed_at + PROMPT_S

@@ -240,6 +240,12 @@ def digest(*tensors: torch.Tensor) -> str:
     return held.hexdigest()[:16]
 
 
+def note_end(end: dict[str, object]) -> None:
+    whole_file = FOLDER / f"end of {os.getpid()}"  # two nodes may have a worker of this number
+    whole_file.write_text(json.dumps(end))
+    whole_file.rename(FOLDER / f"end.{LOCAL_RANK}")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     in_saves()
@@ -309,9 +315,7 @@ def main() -> None:
             "rates": schedule.get_last_lr(),
             "a traceback": a_traceback().count(f"[rank{pg.rank}]: "),
         }
-        whole_file = FOLDER / f"end of {os.getpid()}"  # two nodes may have a worker of this number
-        whole_file.write_text(json.dumps(end))
-        whole_file.rename(FOLDER / f"end.{LOCAL_RANK}")
+        note_end(end)
 
 
 main()

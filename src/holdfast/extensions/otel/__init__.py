@@ -1,0 +1,1 @@
+"""`--otel URL`: the run and its generations as spans of OpenTelemetry."""
