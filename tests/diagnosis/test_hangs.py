@@ -157,6 +157,11 @@ class TestPolling:
         assert (finding.kind, finding.code, finding.culprits, finding.slow) == (HangKind.HUNG, "HF240", (3,), False)
         assert "rank 3 on a is in until_there at wait.py:" in finding.text
 
+    def test_the_source_of_a_line_within_the_loop_is_not_that_of_the_loop(self) -> None:
+        looks = [self.LOOK, self.SLEEP, self.LOOK]
+        finding = found({3: Rank(looks, source="    time.sleep(0.1)")})
+        assert finding.text == found({3: Rank(looks)}).text
+
     def test_it_stands_where_it_stands(self) -> None:
         one = found({3: Rank([self.LOOK, self.SLEEP, self.LOOK])})
         assert one.signature == found({3: Rank([self.SLEEP, self.LOOK, self.SLEEP])}).signature

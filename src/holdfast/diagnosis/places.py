@@ -553,7 +553,9 @@ def _shared(samples: Sequence[RankSample]) -> RankSample | None:
     frames = polls(samples) or (_in_common(samples) if _goes_around(samples) and _repeats(samples) else ())
     if not frames or not newest.frames:
         return None
-    same_line = program_frame(frames) is not None and program_frame(newest.frames) == program_frame(frames)
+    # `source` is the line of the program's innermost frame, which may be one of those that were removed.
+    innermost, shown = program_frame(newest.frames), program_frame(frames)
+    same_line = innermost is not None and shown is not None and newest.frames[innermost] == frames[shown]
     return structs.replace(newest, frames=frames, source=newest.source if same_line else "")
 
 
