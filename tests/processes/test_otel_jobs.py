@@ -143,6 +143,19 @@ def test_without_the_extra_the_job_is_refused_in_one_line(job_folder: JobFolder,
     assert job_folder.trail() == []
 
 
+def test_a_broken_package_is_in_the_journal_and_ends_no_job(job_folder: JobFolder, tmp_path: Path) -> None:
+    folder = tmp_path / "broken" / "opentelemetry"
+    for name in ("", "sdk", "exporter", "exporter/otlp", "exporter/otlp/proto", "exporter/otlp/proto/http"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()  # nothing of another folder is found below it then
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "broken")}
+    agent = job_folder.ends(0, *STANDALONE, "--otel=http://127.0.0.1:1", job_folder.script("meet()"), env=env)
+    (lost,) = agent.events("span_lost")
+    assert lost["span"] == "all"
+    assert lost["why"].startswith("ModuleNotFoundError")
+    assert "Traceback" not in agent.text
+
+
 def test_a_receiver_that_is_no_url_is_refused(job_folder: JobFolder) -> None:
     agent = job_folder.ends(2, *STANDALONE, "--otel=collector:4318", job_folder.script("meet()"))
     assert "must be the URL of an OTLP/HTTP receiver" in agent.text

@@ -47,12 +47,12 @@ class InProcess:
         first = Net()
         self.models = [copy.deepcopy(first) for _ in range(world)]
         self.optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in self.models]
-        self.world, store = world, dist.HashStore()
+        self.world, self.store = world, dist.HashStore()
         self.checks = [
             ReplicaCheck(Replica(each), (), every, ReplicaAction.EXIT, lambda steps: steps) for each in self.models
         ]
         for rank, each in enumerate(self.checks):
-            each.begin(0, rank, world, store)
+            each.begin(0, rank, world, self.store)
 
     def backward(self) -> None:
         for rank, model in enumerate(self.models):
@@ -123,8 +123,11 @@ def test_any_bit_that_flips_in_one_replica_is_found_and_named(world: int, thread
 
 def test_nothing_is_found_in_many_checks_of_a_sound_training(threads: ThreadPoolExecutor) -> None:
     job = InProcess(3, 1)
+    kept = []
     for _ in range(300):
         assert job.step(threads) == [""] * 3
+        kept.append(job.store.num_keys())
+    assert max(kept) == kept[1], "no message stays in the store"
     assert not torch.equal(job.models[0].norm.running_mean, job.models[1].norm.running_mean)
     assert [each.steps for each in job.checks] == [299] * 3
 

@@ -206,9 +206,9 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
 
 def test_replicas_are_compared_in_each_world_and_a_loss_is_no_difference(jobs: WarmJobs, tmp_path: Path) -> None:
     """Compared after each step. The first rank is lost while the others wait for its digests."""
-    reference = undisturbed(jobs, tmp_path / "reference", checked=True)
+    reference = undisturbed(jobs, tmp_path / "reference", checked=1)
     losses = [(1, "check", 3), (2, "backward", 8), (1, "optimizer", 12), (0, "gradients", 17)]
-    with started(jobs, tmp_path / "lost", checked=True, faults=[[*each, "kill"] for each in losses]) as agent:
+    with started(jobs, tmp_path / "lost", checked=1, faults=[[*each, "kill"] for each in losses]) as agent:
         for rank, _, _ in losses:
             replaced(agent, rank)
         ends = finished(agent, tmp_path / "lost")
@@ -218,7 +218,7 @@ def test_replicas_are_compared_in_each_world_and_a_loss_is_no_difference(jobs: W
 
 def test_replicas_are_compared_among_fewer_ranks(jobs: WarmJobs, tmp_path: Path) -> None:
     faults = [[1, "forward", 3, "kill"], [0, "begin", 5, "wait"], [2, "gradients", 9, "flip"]]
-    with started(jobs, tmp_path, checked=True, faults=faults) as agent:
+    with started(jobs, tmp_path, checked=1, faults=faults) as agent:
         agent.ended([1])
         shrunk(agent, 0, 2)
         grown(agent, tmp_path / "go on after 5", 1)

@@ -213,7 +213,8 @@ def test_the_first_rank_is_named_with_tensor_and_step(warm: Warm, tmp_path: Path
         assert text in said[0]
         assert said[1:] == ["", ""]
         assert [4, False] in found["finite"]
-    assert found["resumed"] == [3, 3, 3], "the newest state in memory whose values are finite"
+    # Step 4 has taken the slot of step 3, if step 2 was still being written.
+    assert found["resumed"] in ([3, 3, 3], [2, 2, 2]), "the newest state whose values are finite"
 
 
 @pytest.mark.usefixtures("plain")

@@ -372,6 +372,11 @@ class Peers:
         shared: list[Any] = self.broadcast(self.gather(value))
         return shared
 
+    def forget(self) -> None:
+        """Delete rank 0's last messages: all ranks have read them, or do not wait for them any more."""
+        while self._posted:
+            self.store.delete_key(self._posted.pop())
+
     def post(self, name: str, value: Any) -> None:
         """Leave a value under this name for any rank that asks; not all ranks need to. The first one stays."""
         with contextlib.suppress(RuntimeError):  # the store is gone, so no rank can ask

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from holdfast.protocol.errors import HoldfastError, TrackingError
+from holdfast.protocol.errors import HoldfastError, ReplicasDifferError, TrackingError
 from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, WHY_CHARACTERS_MAX
 from holdfast.train import torch_private
 from holdfast.train.accumulation import forget_pending
@@ -194,7 +194,7 @@ class GenerationCalls:
             return True
         if not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
             return False
-        if isinstance(error, (torch.OutOfMemoryError, TrackingError)):
+        if isinstance(error, (torch.OutOfMemoryError, TrackingError, ReplicasDifferError)):
             return False
         release = self.channel.catch_up()
         if (release is None or not release.cut) and _is_of_the_group(error):

@@ -14,7 +14,7 @@ without a comparison.
 **What.** Only what has to be equal. Of a sharded tensor the parts that several ranks hold are compared; what is on one
 rank only is not. A buffer is compared while the program does not change it: those of BatchNorm belong to each rank.
 So it is compared after a check in which it was equal on all ranks, and what it was before, until torch counts a change
-of it, or until most ranks have another value. (DDP's broadcast of buffers is not counted; torch 2.13 and 2.15.)
+of it, or until most ranks have another value. (torch 2.13 does not count DDP's broadcast of buffers.)
 
 Knows torch's modules and optimizers, and how ranks exchange messages. Knows no snapshots.
 """
@@ -56,8 +56,9 @@ EVERY_STEPS = 500
 SILENCE_S = 10.0
 """The ranks wait this long for each other in a check."""
 SILENT_MAX = 3
-"""After this number of checks in a row in which a rank was silent there are no more of them."""
+"""Limit of the checks in a row in which a rank is silent: after that there are no more of them."""
 KEY_BYTES = 8
+_version = torch_private.version
 NORMALIZATIONS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -67,7 +68,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class ReplicaAction(Enum):
-    """What is done when replicas differ."""
+    """The reaction to replicas that differ."""
 
     EXIT = "exit"
     """All ranks raise ReplicasDifferError."""
@@ -95,7 +96,7 @@ class Section:
     key: str
     """Equal on ranks that hold the same parts of the same tensors; it begins with the number of the kind."""
     tensors: dict[str, torch.Tensor]
-    """By name, in the order of the model."""
+    """The tensors by name, in the order of the model."""
 
     def digest(self) -> str:
         """One digest of all of them."""
@@ -104,7 +105,7 @@ class Section:
 
 @dataclass
 class _Buffer:
-    """What was seen of a buffer in the last check."""
+    """The facts about a buffer that the last check has found."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -222,10 +223,6 @@ def _plain(name: str) -> str:
     return ".".join(each for each in name.split(".") if each not in WRAPPERS)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return int(tensor._version)
-
-
 def _ignored(model: nn.Module) -> set[int]:
     """The identities of parameters and buffers that DDP was told to ignore: each rank has its own."""
     found = set()
@@ -305,7 +302,7 @@ def equal_candidates(reports: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Finding:
+class FoundDifference:
     """Replicas that differ, as all ranks know it."""
 
     text: str
@@ -350,6 +347,8 @@ class ReplicaCheck:
         self._number, self.steps = 0, 0
         """This check's number among those of its ranks; complete steps in this world."""
         self._rank, self._world, self._store = 0, 1, None
+        self._before: Peers | None = None
+        """The messages of the check before."""
         self._silent = 0
         """The number of checks in a row in which a rank was silent."""
         self._off = ""
@@ -360,7 +359,7 @@ class ReplicaCheck:
         """Count from 0: this world begins, or the check. All ranks make the same state their own before. `number`: that
         of this check among those of this world."""
         self._number, self._rank, self._world, self._store = number, rank, world, store
-        self.steps, self._silent, self._off = 0, 0, ""
+        self.steps, self._silent, self._off, self._before = 0, 0, "", None
         self._begun.clear()
 
     def stop(self, why: str) -> None:
@@ -429,7 +428,7 @@ class ReplicaCheck:
         prefix = f"{ranks[0]}.{len(ranks)}.{self._number}/{self.steps}"
         return Peers(ranks.index(self._rank), len(ranks), dist.PrefixStore(prefix, self._store), SILENCE_S), ranks
 
-    def _compare(self, peers: Peers, ranks: Sequence[int]) -> Finding | None:
+    def _compare(self, peers: Peers, ranks: Sequence[int]) -> FoundDifference | None:
         """Compare; None: the replicas are equal. Raises SnapshotIncompleteError if a rank is silent."""
         failure, sections, candidates = "", [], {}
         digests: list[list[Any]] = []
@@ -443,6 +442,9 @@ class ReplicaCheck:
             failure = f"{type(error).__name__}: {error}"
         try:
             reports = peers.gather([digests, candidates, failure])
+            if self._before is not None and self._before is not peers:
+                self._before.forget()
+            self._before = peers
         except HoldfastError as error:
             peers.broadcast({"silent": str(error)})
             raise
@@ -458,7 +460,7 @@ class ReplicaCheck:
             self.replica.checked(verdict["equal"], other)
             return None
         found = [Differing(key, tuple(of), tuple(odd)) for key, of, odd in verdict["differ"]]
-        return Finding(self._name_first(peers, ranks, found[0], sections), tuple(found))
+        return FoundDifference(self._name_first(peers, ranks, found[0], sections), tuple(found))
 
     def _optimizers(self) -> list[Optimizer]:
         return [each for each, steps in self._known.items() if steps]
@@ -481,7 +483,7 @@ class ReplicaCheck:
         named: str = peers.broadcast(text)
         return named
 
-    def _repair(self, finding: Finding, rank: int) -> None:
+    def _repair(self, finding: FoundDifference, rank: int) -> None:
         """Give the ranks that differ the state of the majority; all ranks call this."""
         sections = {each.key: each for each in self.replica.sections(self._optimizers())}
         nccl = "nccl" in dist.get_backend()
@@ -491,7 +493,7 @@ class ReplicaCheck:
                 for tensor in sections[which.key].tensors.values():
                     _hand_over(tensor, rank, source, which.odd, on_device=nccl)
 
-    def _act(self, finding: Finding, *, repaired: bool) -> None:
+    def _act(self, finding: FoundDifference, *, repaired: bool) -> None:
         """Raise ReplicasDifferError, or warn."""
         first, _, rest = finding.text.partition("\n")
         text = f"the replicas of {self._name} differ after step {self._step_now(self.steps)}: {first}\n{rest}\n"
@@ -534,7 +536,7 @@ def _verdict(reports: Sequence[Sequence[Any]], ranks: Sequence[int]) -> dict[str
 
 
 def _why_not(model: nn.Module) -> str:
-    """Why the replicas of this model need not be equal; empty: they have to be."""
+    """The reason why the replicas of this model need not be equal; empty: they have to be."""
     for wrapper in _wrappers(model):
         if torch_private.is_joined(wrapper):
             return "it is in join(), in which ranks do different numbers of steps"

@@ -58,8 +58,8 @@ class Case:
     """Each process has a machine of its own."""
     copies: int = 0
     """1: each rank pretends to be a node, and they keep copies of each other's states."""
-    checked: bool = False
-    """Replicas are compared after each step."""
+    checked: int = 500
+    """Replicas are compared after the first step, and after every so many."""
     node: int = -1
     """Each node has one worker, and this is its number among them, in place of the local rank."""
     step: int = 0
@@ -192,26 +192,20 @@ class Schedule(torch.optim.lr_scheduler.StepLR):
         return super().state_dict()
 
 
-def in_saves() -> None:
-    """A rank may be lost when its part is copied, before the others learn of it."""
-    fill = saving.fill
+def in_saves_and_checks() -> None:
+    """A rank may be lost when its part is copied, before the others learn of it, and when they wait for its digests."""
+    fill, check = saving.fill, replica_check.ReplicaCheck._check
 
     def filled(*arguments: Any) -> bool:
         done = fill(*arguments)
         reach("save")
         return done
 
-    saving.fill = filled
-
-
-def in_checks() -> None:
-    """A rank may be lost when the others wait for its digests."""
-    check = replica_check.ReplicaCheck._check
-
     def checked(of: replica_check.ReplicaCheck) -> None:
         reach("check")
         check(of)
 
+    saving.fill = filled
     replica_check.ReplicaCheck._check = checked
 
 
@@ -248,8 +242,7 @@ def note_end(end: dict[str, object]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    in_saves()
-    in_checks()
+    in_saves_and_checks()
     if case.apart:  # nobody sees that the owner of the folder's lease is dead, and to wait for that never ends
         leases._machine, leases.POLL_S = lambda: f"of {os.getpid()}", 3600.0
     if case.copies:
@@ -267,8 +260,7 @@ def main() -> None:
         schedule = Schedule(adam, 5, 0.8)
         loader = ht.DataLoader(Rows(), case.batch, True, global_batch_size=GLOBAL, seed=7, num_workers=case.processes)
         state = snaps.track(model=model, adam=adam, sgd=sgd, schedule=schedule, loader=loader)
-        if case.checked:
-            ht.check_replicas(model, every=1)
+        ht.check_replicas(model, every=case.checked)
         snaps.resume()
 
         @ht.survive(snaps)

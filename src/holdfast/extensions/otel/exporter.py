@@ -55,6 +55,12 @@ class Exporter:
             self._failed("the last ones", f"the receiver did not take them within {CLOSE_S_MAX:g} s")
 
     def _run(self) -> None:
+        try:
+            self._export()
+        except Exception as error:  # noqa: BLE001 - of a package that is broken: no traceback on the console, and no end
+            self._failed("all", f"{type(error).__name__}: {error}")
+
+    def _export(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import SpanExportResult
 
