@@ -75,12 +75,12 @@ SAVES = 17
 SPARE = 18
 """1: this worker waits as a spare: the training function of `ht.survive` uses fewer ranks than there are."""
 
-RECORDER = 18
+RECORDER = 19
 """The worker's descriptor of a pipe, into which the agent writes a question (QUESTION_BYTES, a number in native byte
 order) about its collectives (extensions/hangs/worker.py); 0: it cannot answer. The answer, a line, comes into the file
 for stacks."""
 QUESTION_BYTES = 4
-RECORDER_PIPE = 19
+RECORDER_PIPE = 20
 """The inode of that pipe: a program may have closed the descriptor and opened something else."""
 
 PROFILE_SIGNAL = 60
