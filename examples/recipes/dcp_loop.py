@@ -55,7 +55,7 @@ def train(options: argparse.Namespace, rank: int) -> None:
     try:  # safe
         dcp.load(state, storage_reader=ht.SnapshotReader(options.folder))  # safe
     except HoldfastError as error:  # safe
-        if error.code != "HF402":  # safe: HF402 is "there is none yet"; all else, damage above all, is an error
+        if error.code != "HF415":  # safe: HF415 is "there is none yet"; all else, damage above all, is an error
             raise  # safe
     if rank == 0 and state["step"]:
         print(f"going on after step {state['step']}", flush=True)

@@ -124,7 +124,6 @@ def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
     assert [waits["rank"]] == status["spares"] == [2]
     why = "rank 2 waits as a spare: ht.survive(ranks=…) uses fewer than the 3 ranks that are there"
     assert status["spares_why"] == why
-    assert why in holdfast("status", agent.folder.name).stdout
     (job_folder.folder / "go on after 0").touch()
     assert agent.end(LIMIT_S) == 0, agent.text
 
