@@ -114,7 +114,14 @@ def test_a_spare_comes_to_the_safe_point_at_which_a_replacement_joins(job_folder
 
 
 def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
-    case = {"epochs": 60, "memory": 30, "kind": "hsdp", "multiple": 2, "nothing of its own": True}
+    case = {
+        "epochs": 8,
+        "memory": 30,
+        "kind": "hsdp",
+        "multiple": 2,
+        "nothing of its own": True,
+        "replacements wait": True,
+    }
     case["faults"] = [[1, "backward", 37], [0, "build again", 0, "wait"]]
     line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "1", SHARDED)
     agent = job_folder.start(*line, job_folder.folder, json.dumps(case))
@@ -124,6 +131,7 @@ def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
     assert [waits["rank"]] == status["spares"] == [2]
     why = "rank 2 waits as a spare: ht.survive(ranks=…) uses fewer than the 3 ranks that are there"
     assert status["spares_why"] == why
+    assert why in holdfast("status", agent.folder.name).stdout
     (job_folder.folder / "go on after 0").touch()
     assert agent.end(LIMIT_S) == 0, agent.text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -183,6 +184,8 @@ def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
 
 def main() -> None:
     in_saves()
+    while CASE.get("replacements wait") and (FOLDER / "fault.0").exists() and not (FOLDER / "go on after 0").exists():
+        time.sleep(0.01)
     disk = CASE.get("disk")
     every, copies = f"{disk} steps" if disk else None, CASE.get("copies", 0)
     snaps = ht.Snapshots(FOLDER / "runs", every, memory_every=CASE.get("memory", 3), copies=copies)
