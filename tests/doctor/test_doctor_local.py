@@ -149,7 +149,7 @@ def test_every_code_that_is_given_is_explained() -> None:
     [
         (Limits(), Level.PASS),
         (Limits(hang_timeout_s=900.0), Level.WARN),
-        (Limits(lease_s=400.0, fence_s=260.0, hang_timeout_s=300.0), Level.FATAL),
+        (Limits(lease_s=400.0, fence_s=260.0, hang_timeout_s=300.0), Level.WARN),
     ],
 )
 def test_time_outs_in_a_wrong_order_are_found(limits: Limits, level: Level) -> None:

@@ -1,4 +1,4 @@
-"""The order of the time-outs: which orders are refused, which are named, and which are right."""
+"""The order of the time-outs: which orders are named, and which are right."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def test_one_node_has_no_lease_and_the_cpu_no_watchdog() -> None:
     assert [each.wait for each in ladder(Limits(), {}, gpus=False, nodes=1)] == [Rung.HANG, Rung.GROUP]
 
 
-def test_a_hang_that_is_ended_before_the_lease_is_over_is_refused() -> None:
+def test_a_hang_that_is_ended_before_the_lease_is_over_is_named() -> None:
     limits = Limits(lease_s=312.0, fence_s=208.0)
     (only,) = found(limits)
-    assert only.refused
     assert (only.first.wait, only.then.wait) == (Rung.LEASE, Rung.HANG)
     assert found(limits, nodes=1) == []
 
@@ -56,7 +55,6 @@ def test_what_depends_on_the_script_is_named(
 ) -> None:
     named = found(limits, environ, gpus=gpus)
     assert (first, then) in [(each.first.wait, each.then.wait) for each in named]
-    assert not any(each.refused for each in named)
 
 
 @pytest.mark.parametrize("environ", [{HANG: "0", WATCHDOG: "120"}, {WATCHDOG: "600"}])

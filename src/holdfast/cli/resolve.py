@@ -28,7 +28,6 @@ from holdfast.protocol.errors import (
     LogOptionsError,
     MissingPackageError,
     ProcessesError,
-    TimeOutsError,
     UsageError,
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
@@ -211,12 +210,9 @@ def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_
 def check_time_outs(
     rdzv: rendezvous.RendezvousOptions, environ: Mapping[str, str], notices: list[str], *, gpus: bool
 ) -> tuple[TimeOut, ...]:
-    """The time-outs of the job. Raises TimeOutsError if their order makes a promise false; other orders are named."""
+    """The time-outs of the job. Those in the wrong order are named in a notice each."""
     found = ladder(rdzv.limits, environ, gpus=gpus, nodes=rdzv.job.max_nodes)
-    for each in inversions(found):
-        if each.refused:
-            raise TimeOutsError(sentence(each))
-        notices.append(sentence(each))
+    notices.extend(sentence(each) for each in inversions(found))
     return found
 
 

@@ -342,11 +342,11 @@ def variable_problems(given: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def time_outs(rungs: tuple[TimeOut, ...]) -> DoctorFinding:
-    """The order of the time-outs of a line. Its worst fault is shown."""
+    """The order of the time-outs of a line. The first fault is shown."""
     what = "time-outs"
-    for each in sorted(inversions(rungs), key=lambda each: not each.refused):
+    for each in inversions(rungs):
         why = f"{each.then.words} ({each.then.source}) is not after {each.first.words}"
-        return (fatal if each.refused else warn)("HF540", what, why, each.text)
+        return warn("HF540", what, why, each.text)
     return passed("HF540", what, ", ".join(each.words for each in rungs))
 
 

@@ -199,10 +199,6 @@ class CacheDirError(CallerError, code="HF145"):
     """--cache-dir names a folder that cannot be made, belongs to another user, or into which others may write."""
 
 
-class TimeOutsError(CallerError, code="HF146"):
-    """Two time-outs are in the wrong order: the one that ends first would give a wrong reason for what it ends."""
-
-
 class RetentionError(CallerError, ValueError, code="HF139"):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 

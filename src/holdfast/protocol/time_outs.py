@@ -63,8 +63,6 @@ class Inversion(Struct, frozen=True):
     then: TimeOut
     text: str
     """What follows, and what to change."""
-    refused: bool
-    """It makes a promise false: no job starts. Otherwise it is only named."""
 
 
 def ladder(limits: Limits, environ: Mapping[str, str], *, gpus: bool, nodes: int) -> tuple[TimeOut, ...]:
@@ -106,16 +104,16 @@ def inversions(rungs: tuple[TimeOut, ...]) -> Iterator[Inversion]:
     hang, group, lease = by[Rung.HANG], by[Rung.GROUP], by.get(Rung.LEASE)
     if lease is not None and hang.after_s <= lease.after_s:
         text = "a lost node would be taken for a hang, and its restart charged; give a longer --hang-timeout"
-        yield Inversion(lease, hang, text, refused=True)
+        yield Inversion(lease, hang, text)
     # The script may give its groups more time, which nobody knows here: it is only named.
     elif lease is not None and group.after_s <= lease.after_s:
         text = "ranks may end with an error of the process group before their lost peer is known; give a shorter lease"
-        yield Inversion(lease, group, text, refused=False)
+        yield Inversion(lease, group, text)
     if isfinite(hang.after_s):
         for later in (group, by.get(Rung.WATCHDOG)):
             if later is not None and later.after_s <= hang.after_s:
                 text = "torch may end the ranks before the hang is ended and explained; give a shorter --hang-timeout"
-                yield Inversion(hang, later, text, refused=False)
+                yield Inversion(hang, later, text)
 
 
 def sentence(each: Inversion) -> str:

@@ -182,10 +182,14 @@ def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
     train()
 
 
-def main() -> None:
-    in_saves()
+def hold_back_replacements() -> None:
     while CASE.get("replacements wait") and (FOLDER / "fault.0").exists() and not (FOLDER / "go on after 0").exists():
         time.sleep(0.01)
+
+
+def main() -> None:
+    in_saves()
+    hold_back_replacements()
     disk = CASE.get("disk")
     every, copies = f"{disk} steps" if disk else None, CASE.get("copies", 0)
     snaps = ht.Snapshots(FOLDER / "runs", every, memory_every=CASE.get("memory", 3), copies=copies)
