@@ -19,7 +19,10 @@ from typing import NamedTuple
 from holdfast import own_folders
 
 OFF = "off"
-"""Value of --cache-dir: each library keeps its cache where it does by itself."""
+"""Value of --cache-dir: each library keeps its cache where it does by itself. The default: holdfast leaves nothing behind
+unasked."""
+AUTO = "auto"
+"""Value of --cache-dir: a folder of this user in the temporary folder."""
 NAME = "holdfast-caches-"
 LOCK = ".in-use"
 BYTES_MAX = 10 * 2**30

@@ -119,7 +119,7 @@ def test_the_whole_plan_of_a_static_node(tmp_path: Path) -> None:
         == f"""\
 holdfast would run this; nothing was started.
 
-not default   --nnodes 2, --nproc-per-node 2, --node-rank 1, --role r, --master-addr h, --cache-dir off, --log-dir /l
+not default   --nnodes 2, --nproc-per-node 2, --node-rank 1, --role r, --master-addr h, --log-dir /l
 job           id none, up to 0 restarts after worker failures
 nodes         2; this one is node 1
 rendezvous    static at h:29500, waits 900 s for 2

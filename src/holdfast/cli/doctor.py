@@ -499,7 +499,8 @@ def output(command: list[str]) -> str:
 
 def caches() -> Facts:
     """The places in which compiled kernels are kept, by --cache-dir and by variables that the user has set."""
-    folder = os.environ.get("HOLDFAST_CACHE_DIR") or compile_caches.default_folder(os.environ)
+    folder = os.environ.get("HOLDFAST_CACHE_DIR") or compile_caches.OFF
+    folder = compile_caches.default_folder(os.environ) if folder == compile_caches.AUTO else folder
     facts = {"--cache-dir": folder}
     if folder != compile_caches.OFF:
         until_s = time.monotonic() + CACHES_S_MAX

@@ -137,9 +137,9 @@ OPTIONS: tuple[Option, ...] = (
         own(
             "--cache-dir",
             TEXT,
-            "",
-            "where workers keep compiled kernels; one per user in the temporary folder; off: where each library does",
-            "DIR|off",
+            "off",
+            "where workers keep compiled kernels; auto: one per user, temporary; off: where each library does",
+            "DIR|auto|off",
         ),
     ),
     *in_group(

@@ -107,7 +107,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         omp_num_threads=threads,
         compile_threads=compile_threads(environ, devices.number, cpus),
         cache_dir=cache_folder(parsed, environ),
-        cache_dir_named=bool(given.cache_dir),
+        cache_dir_named=given.cache_dir not in (compile_caches.OFF, compile_caches.AUTO),
         preload=imports,
         standby=given.standby == "on" and bool(imports.modules) and may_restart(rdzv.job),
         start_method=given.start_method,
@@ -340,8 +340,10 @@ def cache_folder(parsed: Parsed, environ: Mapping[str, str]) -> str | None:
     named: str = parsed.values.cache_dir
     if named == compile_caches.OFF:
         return None
+    if named == compile_caches.AUTO:
+        return compile_caches.default_folder(environ)
     try:
-        return os.path.abspath(os.path.expanduser(named) if named else compile_caches.default_folder(environ))
+        return os.path.abspath(os.path.expanduser(named))
     except OSError:
         raise parsed.error("cache_dir", CacheDirError, "the current folder was deleted") from None
 

@@ -189,7 +189,6 @@ def hold_back_replacements() -> None:
 
 def main() -> None:
     in_saves()
-    hold_back_replacements()
     disk = CASE.get("disk")
     every, copies = f"{disk} steps" if disk else None, CASE.get("copies", 0)
     snaps = ht.Snapshots(FOLDER / "runs", every, memory_every=CASE.get("memory", 3), copies=copies)
@@ -260,4 +259,5 @@ def main() -> None:
         end(**found, losses=[] if stopping is None else stopping.losses, calls=calls)
 
 
+hold_back_replacements()
 main()
