@@ -19,8 +19,10 @@ from typing import NamedTuple
 from holdfast import own_folders
 
 OFF = "off"
-"""Value of --cache-dir: each library keeps its cache where it does by itself. It is the default: holdfast leaves nothing
-behind unasked."""
+"""Value of --cache-dir: each library keeps its cache where it does by itself.
+
+It is the default: holdfast leaves nothing behind unasked.
+"""
 AUTO = "auto"
 """Value of --cache-dir: a folder of this user in the temporary folder."""
 NAME = "holdfast-caches-"
