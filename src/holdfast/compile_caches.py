@@ -18,13 +18,6 @@ from typing import NamedTuple
 
 from holdfast import own_folders
 
-OFF = "off"
-"""Value of --cache-dir: each library keeps its cache where it does by itself.
-
-It is the default: holdfast leaves nothing behind unasked.
-"""
-AUTO = "auto"
-"""Value of --cache-dir: a folder of this user in the temporary folder."""
 NAME = "holdfast-caches-"
 LOCK = ".in-use"
 BYTES_MAX = 10 * 2**30
@@ -46,7 +39,19 @@ BOUNDED_BY_ITSELF = frozenset({"cuda"})
 """The driver keeps an index of this one, and bounds its size (CUDA_CACHE_MAXSIZE): nothing is removed there."""
 
 
-def default_folder(environ: Mapping[str, str]) -> str:
+def folder_of(value: str, environ: Mapping[str, str]) -> str | None:
+    """The absolute path that a value of --cache-dir means; None: `off`. Raises OSError if the current folder was
+    deleted."""
+    match value:
+        case "" | "off":
+            return None
+        case "auto":
+            return _temporary_folder(environ)
+        case _:
+            return os.path.abspath(os.path.expanduser(value))
+
+
+def _temporary_folder(environ: Mapping[str, str]) -> str:
     """A folder of this user in the temporary folder. A home folder would often be on another machine: its files are
     slow to reach, and what was compiled for one node's processor may not run on another's."""
     temporary = environ.get("TMPDIR", "")

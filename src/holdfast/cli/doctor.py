@@ -499,10 +499,9 @@ def output(command: list[str]) -> str:
 
 def caches() -> Facts:
     """The places in which compiled kernels are kept, by --cache-dir and by variables that the user has set."""
-    folder = os.environ.get("HOLDFAST_CACHE_DIR") or compile_caches.OFF
-    folder = compile_caches.default_folder(os.environ) if folder == compile_caches.AUTO else folder
-    facts = {"--cache-dir": folder}
-    if folder != compile_caches.OFF:
+    folder = compile_caches.folder_of(os.environ.get("HOLDFAST_CACHE_DIR", ""), os.environ)
+    facts = {"--cache-dir": folder or "off"}
+    if folder is not None:
         until_s = time.monotonic() + CACHES_S_MAX
         size = compile_caches.size_of(folder, lambda: time.monotonic() >= until_s)
         facts["size"] = UNKNOWN if size is None else f"{size / 2**20:.1f} MiB"

@@ -107,7 +107,6 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         omp_num_threads=threads,
         compile_threads=compile_threads(environ, devices.number, cpus),
         cache_dir=cache_folder(parsed, environ),
-        cache_dir_named=given.cache_dir not in (compile_caches.OFF, compile_caches.AUTO),
         preload=imports,
         standby=given.standby == "on" and bool(imports.modules) and may_restart(rdzv.job),
         start_method=given.start_method,
@@ -337,13 +336,8 @@ def compile_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | 
 
 def cache_folder(parsed: Parsed, environ: Mapping[str, str]) -> str | None:
     """The absolute path of the folder for compiled kernels; None: --cache-dir off."""
-    named: str = parsed.values.cache_dir
-    if named == compile_caches.OFF:
-        return None
-    if named == compile_caches.AUTO:
-        return compile_caches.default_folder(environ)
     try:
-        return os.path.abspath(os.path.expanduser(named))
+        return compile_caches.folder_of(parsed.values.cache_dir, environ)
     except OSError:
         raise parsed.error("cache_dir", CacheDirError, "the current folder was deleted") from None
 

@@ -56,7 +56,7 @@ class KeptKernels(Struct):
     had_entries: bool
     """Something was kept there before this run."""
     error: str = ""
-    """The reason why it is not used, or why its size is unknown; empty: there is none."""
+    """The reason why its size is unknown; empty: there is none."""
     bytes: int | None = None
     """Its size at the end of the run; None: unknown."""
     removed_bytes: int = 0
@@ -146,7 +146,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
 def _kept(event: Event, kept: KeptKernels | None) -> KeptKernels | None:
     """What is known of the folder after this event. Raises KeyError for a record that lacks a field."""
     if event["event"] == "caches":
-        return KeptKernels("", event["folder"], event["had_entries"], event.get("error", ""))
+        return KeptKernels("", event["folder"], event["had_entries"])
     if kept is not None:
         kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
         kept.removed_bytes = event.get("removed_bytes", 0)

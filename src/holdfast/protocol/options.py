@@ -178,8 +178,6 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Number of processes that compile kernels for one worker's torch.compile; None: it is not set for the workers."""
     cache_dir: str | None = None
     """Absolute path of the folder in which workers keep compiled kernels; None: each library has its own place."""
-    cache_dir_named: bool = False
-    """The user has named it; otherwise it is our default, and the job can do without it."""
     start_method: str = "spawn"
     event_log_handler: str = "null"
     metrics: Endpoint | None = None

@@ -33,17 +33,16 @@ def entry(folder: Path, name: str, age_s: float, files: int = 1) -> Path:
 
 
 class OnOneNode:
-    """The half on a node, with what it has written and said."""
+    """The half on a node, with what it has written."""
 
-    def __init__(self, folder: Path | None, *, named: bool = True, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(self, folder: Path | None, *, bytes_max: int = BYTES_MAX) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
-        self.said: list[str] = []
-        options = SimpleNamespace(cache_dir=None if folder is None else str(folder), cache_dir_named=named)
+        options = SimpleNamespace(cache_dir=None if folder is None else str(folder))
 
         def write(event: str, **fields: Any) -> None:
             self.written.append((event, fields))
 
-        node: Any = SimpleNamespace(options=options, write=write, say=self.said.append)
+        node: Any = SimpleNamespace(options=options, write=write)
         self.half = OnNode(node, lambda _: None, bytes_max)
 
     async def ends(self) -> dict[str, Any]:
@@ -83,9 +82,8 @@ async def test_entries_of_an_earlier_job_are_seen(tmp_path: Path) -> None:
     await node.ends()
 
 
-@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("fault", ["others write", "link", "file"])
-async def test_a_folder_of_others_is_not_used(tmp_path: Path, fault: str, *, named: bool) -> None:
+async def test_a_folder_of_others_is_not_used(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "caches"
     if fault == "others write":
         folder.mkdir()
@@ -95,16 +93,8 @@ async def test_a_folder_of_others_is_not_used(tmp_path: Path, fault: str, *, nam
         folder.symlink_to(tmp_path / "elsewhere")
     else:
         folder.write_text("")
-    if named:
-        with pytest.raises(CacheDirError, match="cannot be used"):
-            OnOneNode(folder)
-        return
-    node = OnOneNode(folder, named=False)
-    assert node.half.environment(1, 0) == {}
-    assert len(node.said) == 1
-    assert str(folder) in node.said[0]
-    assert node.written[0][1]["error"]
-    await node.half.close(ENDED)
+    with pytest.raises(CacheDirError, match="cannot be used"):
+        OnOneNode(folder)
 
 
 async def test_the_oldest_entries_are_removed_whole_and_those_of_cuda_stay(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Gives the workers a folder for compiled kernels that outlives them (--cache-dir), and bounds its size at the end.
 
 torch.compile, Triton, CUDA and torch's C++ extensions each keep theirs elsewhere, some in a home folder of another
-machine. A folder that cannot be used ends the start only if the user has named it; otherwise the libraries keep their
-own places, and one line says so.
+machine. A folder that cannot be used ends the start.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ BOUND_S_MAX = 3.0
 
 class OnNode(NodeExtension):
     def __init__(self, node: Node, send: Send, bytes_max: int = BYTES_MAX) -> None:
-        """Raises CacheDirError if the folder that the user has named cannot be used."""
+        """Raises CacheDirError if the folder cannot be used."""
         super().__init__(node, send)
         self._bytes_max = bytes_max
         self._folder: CacheFolder | None = None
@@ -35,11 +34,8 @@ class OnNode(NodeExtension):
             self._folder = CacheFolder(path)
         except OSError as error:
             why = error.strerror if isinstance(error, PermissionError) else str(error.strerror or error)
-            if node.options.cache_dir_named:
-                raise CacheDirError(f"--cache-dir {path} cannot be used: {why}") from error
-            node.write("caches", folder=path, had_entries=False, variables=[], error=why)
-            node.say(f"compiled kernels are not kept in {path}: {why}; --cache-dir names another folder")
-            return
+            # Workers must not go on with it: what is in a folder of others would be executed.
+            raise CacheDirError(f"--cache-dir {path} cannot be used: {why}") from error
         self._variables = variables(path, os.environ)
         node.write("caches", folder=path, had_entries=self._folder.had_entries, variables=list(self._variables))
 
