@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import json
 import os
 import signal
 import statistics
@@ -233,6 +234,23 @@ def launched(
         finally:
             if process.poll() is None:
                 end(process)
+
+
+def measured_by(
+    script: str, launcher: Launcher, ranks: int, folder: Path, limit_s: float, extra: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """What a script of ours that measures itself has left in its JSON file, when its job of so many ranks is over.
+    Raises BenchmarkError."""
+    line = ["--standalone", "--nproc-per-node", str(ranks)]
+    with launched(launcher, line, script, folder, extra=extra) as (process, _):
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise BenchmarkError(f"no end within {limit_s:g} s") from error
+    if code != 0:
+        raise BenchmarkError(f"exit code {code}: {tail(folder)}")
+    found: dict[str, float] = json.loads((folder / script).with_suffix(".json").read_text())
+    return found
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -10,20 +10,24 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import HOLDFAST, BenchmarkError, Launcher, Metric, Row, Sample, environment, launched, tail
+from benchmarks.harness import (
+    HOLDFAST,
+    BenchmarkError,
+    Launcher,
+    Metric,
+    Row,
+    Sample,
+    environment,
+    launched,
+    measured_by,
+    tail,
+)
 
 LIMIT_S = 120.0
 
 
 def measure(launcher: Launcher, folder: Path) -> Sample:
-    with launched(launcher, ["--standalone", "--nproc-per-node", "1"], "step_cost.py", folder) as (process, _):
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired as error:
-            raise BenchmarkError(f"no end within {LIMIT_S:g} s") from error
-    if code != 0:
-        raise BenchmarkError(f"exit code {code}: {tail(folder)}")
-    found = json.loads((folder / "step_cost.json").read_text())
+    found = measured_by("step_cost.py", launcher, 1, folder, LIMIT_S)
     return {"step without": found["without"] / 1000, "added": found["with"] - found["without"]}
 
 

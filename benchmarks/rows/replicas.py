@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
-from benchmarks.harness import HOLDFAST, BenchmarkError, Launcher, Metric, Row, Sample, launched, tail
+from benchmarks.harness import HOLDFAST, Launcher, Metric, Row, Sample, measured_by
 
 RANKS = 2
 LIMIT_S = 300.0
 
 
 def measure(launcher: Launcher, folder: Path) -> Sample:
-    line = ["--standalone", "--nproc-per-node", str(RANKS)]
-    with launched(launcher, line, "replica_cost.py", folder) as (process, _):
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired as error:
-            raise BenchmarkError(f"no end within {LIMIT_S:g} s") from error
-    if code != 0:
-        raise BenchmarkError(f"exit code {code}: {tail(folder)}")
-    found = json.loads((folder / "replica_cost.json").read_text())
+    found = measured_by("replica_cost.py", launcher, RANKS, folder, LIMIT_S)
     return {"check": found["check"], "step": found["step"], "of a step, every 500": found["share"]}
 
 

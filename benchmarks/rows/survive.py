@@ -36,6 +36,7 @@ from benchmarks.harness import (
     Row,
     Sample,
     launched,
+    measured_by,
     tail,
 )
 
@@ -328,14 +329,7 @@ def workers(folder: Path) -> list[int]:
 
 
 def measure_cost(launcher: Launcher, folder: Path) -> Sample:
-    with launched(launcher, ["--standalone", "--nproc-per-node", "1"], "survive_cost.py", folder) as (process, _):
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired as error:
-            raise BenchmarkError(f"no end within {LIMIT_S:g} s") from error
-    if code != 0:
-        raise BenchmarkError(f"exit code {code}: {tail(folder)}")
-    found = json.loads((folder / "survive_cost.json").read_text())
+    found = measured_by("survive_cost.py", launcher, 1, folder, LIMIT_S)
     return {"added": found["added"], "step without": found["without"]}
 
 

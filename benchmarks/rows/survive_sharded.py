@@ -6,7 +6,6 @@ the same process, and takes the state from memory. torchrun runs the same script
 
 from __future__ import annotations
 
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,7 @@ from benchmarks.harness import (
     Metric,
     Row,
     Sample,
-    launched,
-    tail,
+    measured_by,
 )
 from benchmarks.rows import survive
 from benchmarks.rows.survive import (
@@ -113,12 +111,7 @@ def measure_node(launcher: Launcher, folder: Path) -> Sample:
 
 
 def measure_cost(launcher: Launcher, folder: Path) -> Sample:
-    line = ["--standalone", "--nproc-per-node", str(RANKS)]
-    with launched(launcher, line, COST, folder, extra={"OMP_NUM_THREADS": "1"}) as (process, _):
-        process.wait(LIMIT_S)
-    if process.returncode:
-        raise BenchmarkError(f"exit code {process.returncode}: {tail(folder)}")
-    found = json.loads((folder / "survive_sharded_cost.json").read_text())
+    found = measured_by(COST, launcher, RANKS, folder, LIMIT_S, extra={"OMP_NUM_THREADS": "1"})
     return {"added": found["added"], "part of a step": 100.0 * found["added"] / found["wall"], "step": found["wall"]}
 
 

@@ -71,13 +71,12 @@ def ladder(limits: Limits, environ: Mapping[str, str], *, gpus: bool, nodes: int
     hang_s = limits.hang_report_s + limits.hang_timeout_s if limits.hang_timeout_s else inf
     found = []
     if nodes > 1:
-        found += [TimeOut(Rung.FENCE, limits.fence_s, "--rdzv-conf lease"), _lease(limits)]
+        found += [
+            TimeOut(Rung.FENCE, limits.fence_s, "--rdzv-conf lease"),
+            TimeOut(Rung.LEASE, limits.lease_s, "--rdzv-conf lease"),
+        ]
     found += [TimeOut(Rung.HANG, hang_s, "--hang-timeout"), _group(environ, gpus=gpus)]
     return (*found, _watchdog(environ)) if gpus else tuple(found)
-
-
-def _lease(limits: Limits) -> TimeOut:
-    return TimeOut(Rung.LEASE, limits.lease_s, "--rdzv-conf lease")
 
 
 def _group(environ: Mapping[str, str], *, gpus: bool) -> TimeOut:
@@ -105,7 +104,6 @@ def inversions(rungs: tuple[TimeOut, ...]) -> Iterator[Inversion]:
     if lease is not None and hang.after_s <= lease.after_s:
         text = "a lost node would be taken for a hang, and its restart charged; give a longer --hang-timeout"
         yield Inversion(lease, hang, text)
-    # The script may give its groups more time, which nobody knows here: it is only named.
     elif lease is not None and group.after_s <= lease.after_s:
         text = "ranks may end with an error of the process group before their lost peer is known; give a shorter lease"
         yield Inversion(lease, group, text)

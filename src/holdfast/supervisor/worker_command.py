@@ -200,6 +200,17 @@ def _hash(data: bytes) -> str:
 
 def torch_versions(path: Sequence[str]) -> dict[str, str]:
     """Versions of the torch that an import would find first."""
+    found = _first_torch(path)
+    if found is None:
+        return {}
+    folder, version, cuda = found
+    header = read_text(os.path.join(folder, "nvidia", "nccl", "include", "nccl.h"))
+    nccl = ".".join(re.findall(_NCCL, header)[:3])
+    return {"torch": version, "cuda": cuda, "nccl": nccl}
+
+
+def _first_torch(path: Sequence[str]) -> tuple[str, str, str] | None:
+    """The folder of the torch that an import would find first, its version, and that of CUDA; None: there is none."""
     for folder in path:
         text = read_text(os.path.join(folder, "torch", "version.py"))
         version = re.search(_VERSION, text, re.MULTILINE)
@@ -207,10 +218,8 @@ def torch_versions(path: Sequence[str]) -> dict[str, str]:
             # Another folder that is called torch, or a torch without this file.
             continue
         cuda = re.search(_CUDA, text, re.MULTILINE)
-        header = read_text(os.path.join(folder, "nvidia", "nccl", "include", "nccl.h"))
-        nccl = ".".join(re.findall(_NCCL, header)[:3])
-        return {"torch": version[1], "cuda": cuda[1] if cuda else "", "nccl": nccl}
-    return {}
+        return folder, version[1], cuda[1] if cuda else ""
+    return None
 
 
 NCCL2_SWITCH = "TORCH_DIST_USE_NCCL2"
@@ -221,19 +230,18 @@ torch.distributed.distributed_c10d reads it when the first group is made."""
 def backends_text(path: Sequence[str], environ: Mapping[str, str]) -> str:
     """What the backends of init_process_group are with the torch that an import would find first: `nccl` is another
     one from torch 2.15 on. Read from its files, since an import takes seconds; empty: there is no torch."""
-    for folder in path:
-        text = read_text(os.path.join(folder, "torch", "version.py"))
-        if re.search(_VERSION, text, re.MULTILINE) is None:
-            continue
-        if re.search(_CUDA, text, re.MULTILINE) is None:
-            return "gloo (torch is built without GPUs)"
-        names = read_text(os.path.join(folder, "torch", "distributed", "distributed_c10d.py"))
-        if NCCL2_SWITCH not in names:
-            return "gloo on CPUs, nccl on GPUs"
-        if environ.get(NCCL2_SWITCH) == "0":
-            return f"gloo on CPUs, nccl on GPUs, which is nccl-legacy by {NCCL2_SWITCH}=0"
-        return f"gloo on CPUs, nccl on GPUs, which is nccl2 ({NCCL2_SWITCH}=0 for nccl-legacy)"
-    return ""
+    found = _first_torch(path)
+    if found is None:
+        return ""
+    folder, _, cuda = found
+    if not cuda:
+        return "gloo (torch is built without GPUs)"
+    names = read_text(os.path.join(folder, "torch", "distributed", "distributed_c10d.py"))
+    if NCCL2_SWITCH not in names:
+        return "gloo on CPUs, nccl on GPUs"
+    if environ.get(NCCL2_SWITCH) == "0":
+        return f"gloo on CPUs, nccl on GPUs, which is nccl-legacy by {NCCL2_SWITCH}=0"
+    return f"gloo on CPUs, nccl on GPUs, which is nccl2 ({NCCL2_SWITCH}=0 for nccl-legacy)"
 
 
 MODES = ("node", "socket", "exclusive", "core-complex")

@@ -48,8 +48,8 @@ def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> Distributed
     """`module`, moved to this process's device, as DistributedDataParallel; `arguments` are DDP's own.
 
     Its replicas are compared now and then, and differences are reported: see `check_replicas`. On CUDA `device_ids` is
-    this process's device. A module that spans several devices, or that is on its device
-    already, is wrapped by hand: everything in holdfast.train takes any DDP, FSDP2 or plain module.
+    this process's device. A module that spans several devices, or that is on its device already, is wrapped by hand:
+    everything in holdfast.train takes any DDP, FSDP2 or plain module.
     Raises ProcessGroupError for a module that is sharded by FSDP2: it needs no DDP.
     """
     if any(isinstance(each, FSDPModule) for each in module.modules()):
