@@ -166,7 +166,8 @@ def _entries(folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Ite
         except FileNotFoundError:
             continue
         used_s = max(used_s, found.st_mtime, found.st_atime)
-        size += found.st_blocks * 512
+        # A file that was just written may have no blocks yet.
+        size += max(found.st_size, found.st_blocks * 512)
         names.append(name)
     if names and way:
         yield _CacheEntry(used_s, size, way, tuple(names))
