@@ -99,8 +99,9 @@ class CacheFolder:
         try:
             with own_folders.private(self.path, OTHERS_WRITE) as folder:
                 room = os.fstatvfs(folder)
-                limit = min(bytes_max, int(SHARE_MAX * room.f_blocks * room.f_frsize))
-                return _bound(folder, limit, over)
+                # Some file systems do not say how large they are.
+                share = int(SHARE_MAX * room.f_blocks * room.f_frsize) or bytes_max
+                return _bound(folder, min(bytes_max, share), over)
         finally:
             self._locked(fcntl.LOCK_SH)
 
@@ -166,7 +167,7 @@ def _entries(folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Ite
         except FileNotFoundError:
             continue
         used_s = max(used_s, found.st_mtime, found.st_atime)
-        # A file that was just written may have no blocks yet.
+        # Some file systems give a new file its blocks later.
         size += max(found.st_size, found.st_blocks * 512)
         names.append(name)
     if names and way:

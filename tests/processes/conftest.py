@@ -19,6 +19,7 @@ from typing import IO, Any
 import pytest
 
 from holdfast import cli
+from holdfast.compile_caches import VARIABLES as CACHE_VARIABLES
 from tests.conftest import alive as is_alive
 from tests.conftest import descendants
 from tests.processes.agent_server import AgentServer, can_be_forked
@@ -219,8 +220,13 @@ def coordinators_first(agents: Sequence[Agent]) -> list[Agent]:
 
 
 def as_users_have() -> dict[str, str]:
-    """Our environment; Python keeps its bytecode, as it does unless somebody forbids it."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    """Our environment, without what users do not have in theirs: torch sets the folder of its cache in a process that
+    compiles, so after a test that compiles in this one; and somebody may forbid Python to keep its bytecode."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in CACHE_VARIABLES and name != "PYTHONDONTWRITEBYTECODE"
+    }
 
 
 class JobFolder:

@@ -29,7 +29,7 @@ def test_a_second_job_compiles_nothing_again(job_folder: JobFolder, tmp_path: Pa
     for _ in range(2):
         agent = job_folder.ends(0, "--standalone", "--preload", "none", "--cache-dir", caches, script)
         (bounded,) = agent.events("caches_bounded")
-        assert bounded["bytes"] > 0
+        assert (bounded["whole"], bounded["bytes"] > 0) == (True, True), bounded
     first, second = job_folder.wait(2, "hits")
     assert (first["hits"], first["misses"]) == (0, 1)
     assert (second["hits"], second["misses"]) == (1, 0)

@@ -117,11 +117,21 @@ class Job:
         return finding
 
     def release(self, rank: int) -> None:
+        """End what it does, and wait until it answers."""
         self.send_signal(rank, signal.SIGCONT)
         pid = self.ranks[rank].pid
         for child in processes.families({pid: b""})[pid]:
             os.kill(child.pid, signal.SIGKILL)
-        self.send_signal(rank, signal.SIGUSR1)
+        deadline = time.monotonic() + DEADLINE_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.ranks[rank].answers, selectors.EVENT_READ)
+            while True:
+                # The kernel may give a signal to another thread, and Python may have looked for signals just before it
+                # waits for the lock: then the main thread sleeps on, and needs another one.
+                self.send_signal(rank, signal.SIGUSR1)
+                if selector.select(1.0):
+                    return
+                assert time.monotonic() < deadline, f"rank {rank} is not released"
 
     def release_all(self) -> None:
         for rank in range(WORLD):

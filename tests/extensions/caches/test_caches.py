@@ -109,6 +109,16 @@ async def test_the_oldest_entries_are_removed_whole_and_those_of_cuda_stay(tmp_p
     assert ended["bytes"] == 16 * KIB
 
 
+async def test_nothing_is_removed_where_the_size_of_the_file_system_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = entry(tmp_path / "caches", "triton/old", 300)
+    (tmp_path / "caches").chmod(0o700)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_blocks=0, f_frsize=4096))
+    assert (await OnOneNode(tmp_path / "caches").ends())["bytes"] == 8 * KIB
+    assert old.exists()
+
+
 async def test_nothing_is_removed_while_another_job_uses_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "caches"
     old = entry(folder, "triton/old", 300)

@@ -50,9 +50,9 @@ class OnNode(NodeExtension):
         if outcome is None:
             folder.close()
             return
-        until_s = time.monotonic() + BOUND_S_MAX
 
         def bound() -> CacheSize | None:
+            until_s = time.monotonic() + BOUND_S_MAX
             try:
                 return folder.bound(self._bytes_max, lambda: time.monotonic() >= until_s)
             finally:
