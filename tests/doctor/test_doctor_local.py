@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from holdfast.diagnosis.reference import finding_texts
 from holdfast.doctor import (
     DoctorFinding,
-    Gpu,
     Interface,
     JointCheck,
     Level,
@@ -41,7 +40,6 @@ GIB = 2**30
 ETH0 = Interface(name="eth0", addresses=("10.0.0.7",))
 LO = Interface(name="lo", addresses=("127.0.0.1", "::1"))
 DOCKER0 = Interface(name="docker0", addresses=("172.17.0.1",))
-GPU = Gpu(index=0, name="H200", driver="570.86", memory_total_mib=140000, memory_used_mib=4, ecc_errors=0)
 TORCH = TorchFacts(
     state=TorchState.OK, version="2.13.0", cuda="12.6", nccl="2.27.3", distributed=True, gloo=True, gpus=1, seconds=2.0
 )

@@ -1,7 +1,7 @@
 """Gathers all facts about this node concurrently: what Linux reports, torch, GPUs, the endpoint. Judges nothing.
 
-Calls and processes may hang on a faulty machine, so each has a time limit. torch and nvidia-smi run in separate
-processes, so that their crash or hang is a result, too.
+Calls and processes may hang on a faulty machine, so each has a time limit. torch runs in a separate process,
+so that its crash or hang is a result, too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from msgspec import structs
 
 from holdfast.detached import run_detached
 from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
+from holdfast.doctor.machine_reader import read_machine
+from holdfast.doctor.machine_state import MachineState
 from holdfast.linux import GroupLimits, default_interface, own_address, read_int, read_text
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
@@ -147,11 +149,9 @@ FOLDER_S_MAX = 5.0
 RESOLVE_S_MAX = 10.0
 PYTHON_S_MAX = 10.0
 
-SMI_S_MAX = 15.0
+GPUS_S_MAX = 15.0
+"""Limit for the GPUs' driver (s): without persistence it initialises all GPUs first."""
 ERROR_CHARS_MAX = 400
-SMI_FIELDS = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,uuid"
-USER_FIELDS = "gpu_uuid,pid,process_name,used_memory"
-CSV = ("--format=csv,noheader,nounits",)
 ANSWER_BYTES_MAX = 256 * 1024
 REAP_S_MAX = 2.0
 
@@ -188,7 +188,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
     async with asyncio.TaskGroup() as tasks:
         torch = tasks.create_task(ask_torch(asked.python, asked.torch_s_max))
         python = tasks.create_task(python_version(asked.python))
-        smi = tasks.create_task(ask_smi())
+        machine = tasks.create_task(machine_state())
         shm, *folders = [tasks.create_task(folder(path)) for path in ("/dev/shm", *paths)]
         names = tasks.create_task(own_name())
         port = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
@@ -197,14 +197,15 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
 
     addresses, resolve_error, resolved_s = names.result()
     here, holder = port.result()
-    gpus, gpu_error = smi.result()
+    state = machine.result()
     return structs.replace(
         machine_facts(host, python.result()),
         nproc=asked.nproc,
         nodes=asked.nodes,
         torch=torch.result(),
-        gpus=gpus,
-        gpu_error=gpu_error,
+        machine=state,
+        gpus=shown_gpus(state),
+        gpu_error=state.error,
         shm=shm.result(),
         folders=tuple(each.result() for each in folders),
         own_addresses=addresses,
@@ -341,53 +342,30 @@ def last_json(text: str) -> dict[str, Any] | None:
     return None
 
 
-async def ask_smi() -> tuple[tuple[Gpu, ...], str]:
-    """All GPUs with their processes, or the error of nvidia-smi. Without nvidia-smi: no GPUs and no error."""
-    try:
-        done = await run_bounded(["nvidia-smi", f"--query-gpu={SMI_FIELDS}", *CSV], SMI_S_MAX)
-    except OSError:
-        return (), ""
-    if done.code is None:
-        return (), f"no answer within {SMI_S_MAX:g} s"
-    if done.code != 0:
-        text = (done.out.strip() or done.err.strip() or f"exit code {done.code}").splitlines()[0]
-        # A driver without GPUs is normal on login nodes, but nvidia-smi ends with an error there.
-        return (), "" if "No devices were found" in text else text[:ERROR_CHARS_MAX]
-    try:
-        users = await run_bounded(["nvidia-smi", f"--query-compute-apps={USER_FIELDS}", *CSV], SMI_S_MAX)
-    except OSError:
-        return read_gpus(done.out, ""), ""
-    return read_gpus(done.out, users.out if users.code == 0 else ""), ""
+async def machine_state() -> MachineState:
+    """GPUs and network ports. A driver that does not answer is an error of the state."""
+    late = MachineState(source="the driver", error=f"no answer within {GPUS_S_MAX:g} s")
+    return await bounded(read_machine, GPUS_S_MAX, late)
 
 
-def read_gpus(text: str, users: str) -> tuple[Gpu, ...]:
-    """The GPUs in nvidia-smi's tables. `[N/A]` and similar values are None."""
-    by_uuid: dict[str, list[str]] = {}
-    for line in users.splitlines():
-        uuid, pid, program, used = (word.strip() for word in [*line.split(","), "", "", ""][:4])
-        if uuid and pid:
-            by_uuid.setdefault(uuid, []).append(f"pid {pid} {program.rpartition('/')[2]}, {used} MiB")
-    gpus = []
-    for line in text.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) < 7 or not words[0].isdecimal():
-            continue
-        gpus.append(
-            Gpu(
-                index=int(words[0]),
-                name=words[1],
-                driver=words[2],
-                memory_total_mib=number(words[3]),
-                memory_used_mib=number(words[4]),
-                ecc_errors=number(words[5]),
-                users=tuple(by_uuid.get(words[6], ())),
-            )
+def shown_gpus(state: MachineState) -> tuple[Gpu, ...]:
+    """The GPUs in the figures of earlier versions."""
+
+    def mib(bytes_: int | None) -> int | None:
+        return None if bytes_ is None else bytes_ >> 20
+
+    return tuple(
+        Gpu(
+            index=each.index,
+            name=each.name,
+            driver=state.driver,
+            memory_total_mib=mib(each.memory_bytes),
+            memory_used_mib=mib(each.memory_used_bytes),
+            ecc_errors=each.ecc_uncorrected,
+            users=tuple(f"pid {user.pid} {user.name}, {mib(user.used_bytes)} MiB" for user in each.users),
         )
-    return tuple(gpus)
-
-
-def number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+        for each in state.gpus
+    )
 
 
 class ProcessResult(NamedTuple):

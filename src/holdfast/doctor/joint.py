@@ -43,6 +43,8 @@ from holdfast.doctor.joint_server import (
     decode_from_server,
     why_no_reduce,
 )
+from holdfast.doctor.machine_state import visible_gpus
+from holdfast.doctor.majority import profile
 from holdfast.doctor.probe import ProbeServer, Reducer, probe_all
 from holdfast.protocol.errors import (
     AuthenticationError,
@@ -301,7 +303,8 @@ class CheckClient:
 
     def _summary(self, facts: LocalFacts) -> Summary:
         torch, seen = facts.torch, self._connection.local_address
-        interface = next((each.name for each in facts.interfaces if seen in each.addresses), "")
+        ours = [each for each in facts.interfaces if seen in each.addresses and each.name != "lo"]
+        gpus = visible_gpus(facts.machine.gpus, facts.variables.get("CUDA_VISIBLE_DEVICES"))
         return Summary(
             host=facts.host,
             python=facts.python,
@@ -309,8 +312,9 @@ class CheckClient:
             cuda=torch.cuda,
             nccl=torch.nccl,
             holdfast=facts.holdfast,
-            interface=interface if interface != "lo" else "",
+            interface=next((each.name for each in ours), ""),
             has_torch=torch.state is TorchState.OK and torch.gloo,
+            traits=profile(facts.machine, gpus, next((each.speed_mbit_s for each in ours), 0)),
         )
 
     async def _reduce(self, roster: Roster) -> tuple[Reduced | None, ...]:

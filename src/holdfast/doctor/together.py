@@ -23,6 +23,7 @@ from holdfast.doctor import (
     span,
     warn,
 )
+from holdfast.doctor.majority import NODES_MIN, Weight, differences
 from holdfast.text import is_loopback, listed
 
 PAIRS_NAMED_MAX = 16
@@ -48,7 +49,19 @@ class Way(NamedTuple):
 
 def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
     """All findings of a check, except those of node `me` about itself, which are shown anyway."""
-    checks = (who_came, silent_nodes, witnesses, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
+    checks = (
+        who_came,
+        silent_nodes,
+        witnesses,
+        pairs,
+        names,
+        latency,
+        bandwidth,
+        clocks,
+        versions,
+        machines,
+        all_reduce,
+    )
     found = [finding for each in checks for finding in each(check)]
     return (*found, *local_ones(check, me))
 
@@ -266,6 +279,19 @@ def versions(check: JointCheck) -> Iterator[DoctorFinding]:
         yield passed("HF566", "versions", f"the same on all nodes: {', '.join(equal)}")
 
 
+def machines(check: JointCheck) -> Iterator[DoctorFinding]:
+    """Compare the GPUs and ports of the nodes."""
+    what = "machines"
+    traits = {host: summary.traits for host, summary in summaries(check)}
+    found = list(differences(traits))
+    for each in found:
+        fix = "repair it, or leave it out" if each.weight is Weight.SLOWS else "give all nodes the same"
+        yield replace(warn("HF568", what, each.text, fix), node=each.node)
+    compared = [name for name in ("gpus", "ports", "nic_mbit_s") if any(name in own for own in traits.values())]
+    if compared and not found and len(traits) >= NODES_MIN:
+        yield passed("HF568", what, "no node has less than most others: GPUs, links, ports, power limits")
+
+
 def release(version: str) -> tuple[str, ...]:
     """The first two numbers of a version: `2.13.0+cu126` and `2.13.1` are of one release."""
     return tuple(version.partition("+")[0].split(".")[:2])
@@ -288,6 +314,12 @@ def all_reduce(check: JointCheck) -> Iterator[DoctorFinding]:
         f"set GLOO_SOCKET_IFNAME to the interface that works: {listed(chosen)}" if chosen else "set GLOO_SOCKET_IFNAME"
     )
     yield fatal("HF570", what, f"gloo failed although the pairs work. {listed(bad, 4)}", fix)
+
+
+TOGETHER: tuple[Callable[[JointCheck], Iterator[DoctorFinding]], ...] = (
+    *(who_came, silent_nodes, witnesses, pairs, names, latency, bandwidth, clocks, versions, machines, all_reduce),
+)
+"""All checks in the order of output."""
 
 
 def explain(reduced: Reduced | None) -> str:
