@@ -105,3 +105,43 @@ def test_a_full_preflight_imports_torch(job_folder: JobFolder) -> None:
     (job_folder.folder / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: not found')")
     text = refused(job_folder, "full", {"PYTHONPATH": str(job_folder.folder)})
     assert "libcudart.so: not found" in text
+
+
+# --- GPUs: NVML is a double in the agent's process ---------------------------------------------------------------------
+
+GPUS = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.support.fake_nvml import FakeNvml
+from holdfast.cli import resolve
+from holdfast.doctor import machine_reader
+resolve.has_gpus = lambda probes: True
+machine_reader.has_nvidia = lambda root: True
+machine_reader._own_nvml = lambda: FakeNvml([{{"Name": "NVIDIA H100 80GB HBM3"}}, {{"Name": "NVIDIA H100 80GB HBM3", **{answers!r}}}])
+"""
+
+
+def on_gpus(job_folder: JobFolder, **answers: object) -> tuple[str, ...]:
+    """`holdfast run` on a machine with two GPUs; the second one has these answers."""
+    return job_folder.changed(GPUS.format(root=str(Path(__file__).parents[2]), answers=answers))
+
+
+def test_where_there_are_gpus_a_node_is_checked_without_being_asked(job_folder: JobFolder) -> None:
+    agent = job_folder.ends(0, "--standalone", job_folder.script("note('ran')"), program=on_gpus(job_folder))
+    (preflight,) = agent.events("preflight")
+    assert preflight["fit"] is True
+    assert len(job_folder.trail("ran")) == 1
+
+
+def test_a_node_with_a_lost_gpu_starts_nothing_and_says_which(job_folder: JobFolder) -> None:
+    line = ("--standalone", "--rdzv-conf", FAST, job_folder.script("note('ran')"))
+    agent = job_folder.ends(1, *line, program=on_gpus(job_folder, all="error:GPU_IS_LOST"))
+    assert "--preflight HF504 GPU health: GPU 1: GPU is lost" in agent.text
+    assert job_folder.trail("ran") == []
+
+
+def test_a_gpu_that_no_worker_sees_keeps_no_node_from_training(job_folder: JobFolder) -> None:
+    line = ("--standalone", job_folder.script("note('ran')"))
+    program = on_gpus(job_folder, all="error:GPU_IS_LOST")
+    job_folder.ends(0, *line, program=program, env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert len(job_folder.trail("ran")) == 1

@@ -274,18 +274,19 @@ def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    yield from gpu_rules.gpu_health(facts.machine, _gpus(facts))
+    yield from gpu_rules.gpu_health(facts.machine, used_gpus(facts))
 
 
 def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    yield from gpu_rules.gpu_use(_gpus(facts))
+    yield from gpu_rules.gpu_use(used_gpus(facts))
 
 
 def network_ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
     yield from gpu_rules.port_health(facts.machine.ports)
 
 
-def _gpus(facts: LocalFacts) -> tuple[GpuState, ...]:
+def used_gpus(facts: LocalFacts) -> tuple[GpuState, ...]:
+    """The GPUs that workers see."""
     return visible_gpus(facts.machine.gpus, facts.variables.get("CUDA_VISIBLE_DEVICES"))
 
 

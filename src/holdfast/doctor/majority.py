@@ -7,7 +7,7 @@ mixed on purpose. More than half of at least three nodes must agree. A value tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -109,23 +109,28 @@ def _one(values: list[str | None]) -> str | None:
     return listed(known) if known and None not in values else None
 
 
-def differences(profiles: Mapping[str, Profile]) -> Iterator[Difference]:
-    """The differences of all nodes, by node and in the order of the traits."""
-    for node, own in profiles.items():
+def differences(profiles: Mapping[str, Profile]) -> list[Difference]:
+    """The differences of all nodes, in the order of the nodes and of the traits."""
+    values: dict[tuple[str, str], Counter[str]] = {}
+    for own in profiles.values():
         for trait in TRAITS:
-            value = own.get(trait.name)
-            if value is None:
-                continue
-            alike = [
-                other[trait.name]
-                for other in profiles.values()
-                if trait.name in other and (not trait.of_gpus or other.get("gpu") == own.get("gpu"))
-            ]
-            usual, times = Counter(alike).most_common(1)[0]
-            if len(alike) < NODES_MIN or times * 2 <= len(alike) or not _differs(trait, value, usual):
-                continue
-            has, others = trait.words.format(value=value), trait.words.format(value=usual)
-            yield Difference(node, trait.name, f"has {has}, {times} of {len(alike)} nodes have {others}", trait.weight)
+            if trait.name in own:
+                values.setdefault((trait.name, _group(trait, own)), Counter())[own[trait.name]] += 1
+    usual = {key: (*counts.most_common(1)[0], counts.total()) for key, counts in values.items()}
+    found = []
+    for node, own in profiles.items():
+        for trait in (trait for trait in TRAITS if trait.name in own):
+            value, (common, times, known) = own[trait.name], usual[trait.name, _group(trait, own)]
+            if known >= NODES_MIN and times * 2 > known and _differs(trait, value, common):
+                has, others = trait.words.format(value=value), trait.words.format(value=common)
+                text = f"has {has}, {times} of {known} nodes have {others}"
+                found.append(Difference(node, trait.name, text, trait.weight))
+    return found
+
+
+def _group(trait: Trait, own: Profile) -> str:
+    """The nodes that are compared with each other."""
+    return own.get("gpu", "") if trait.of_gpus else ""
 
 
 def _differs(trait: Trait, value: str, usual: str) -> bool:

@@ -283,7 +283,7 @@ def machines(check: JointCheck) -> Iterator[DoctorFinding]:
     """Compare the GPUs and ports of the nodes."""
     what = "machines"
     traits = {host: summary.traits for host, summary in summaries(check)}
-    found = list(differences(traits))
+    found = differences(traits)
     for each in found:
         fix = "repair it, or leave it out" if each.weight is Weight.SLOWS else "give all nodes the same"
         yield replace(warn("HF568", what, each.text, fix), node=each.node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.extensions.health.messages import Recovered, Unfit
+from holdfast.extensions.health.messages import Checked, Differs, Recovered, Unfit
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, preparing, stopping
@@ -92,3 +92,81 @@ def test_a_parked_node_that_is_lost_is_not_shown_any_more() -> None:
     harness.say(2, msg.Leave("asked", drain=False))
     harness.machine.check_invariants()
     assert order(harness) == {1, 3}
+
+
+# --- nodes that differ from most others --------------------------------------------------------------------------------
+
+WHOLE = {"gpus": "8", "gpu": "NVIDIA H100 80GB HBM3", "driver": "570.86.15", "power_w": "700"}
+
+
+def four(*, spares: int) -> CoordinatorHarness:
+    """Four nodes that are being prepared, and more nodes that wait."""
+    harness = CoordinatorHarness(4, 4)
+    for link in range(1, 5 + spares):
+        harness.join(link)
+    assert order(harness) == {1, 2, 3, 4}
+    return harness
+
+
+def checked(harness: CoordinatorHarness, link: int, **changed: str) -> None:
+    harness.extend(link, "health", Checked(harness.machine.generation, 4, WHOLE | changed))
+
+
+def test_a_spare_takes_the_place_of_a_node_that_has_less_than_the_others() -> None:
+    harness = four(spares=1)
+    checked(harness, 2, gpus="7")
+    for link in (1, 3):
+        checked(harness, link)
+    assert order(harness) == {1, 2, 3, 4}, "a majority of the first is not one of all"
+    checked(harness, 4)
+    assert order(harness) == {1, 3, 4, 5}
+    harness.ordered(2, Differs)
+    (parked,) = harness.noted("parked")
+    assert parked["reason"] == "it has 7 GPUs, 3 of 4 nodes have 8 GPUs"
+
+
+def test_without_a_spare_the_difference_is_reported_and_the_job_starts() -> None:
+    harness = four(spares=0)
+    for link in (1, 2, 3):
+        checked(harness, link)
+    checked(harness, 4, power_w="500")
+    assert order(harness) == {1, 2, 3, 4}
+    assert harness.noted("parked") == []
+    (differs,) = harness.noted("node_differs")
+    assert differs["slows"] is True
+    assert any("has a power limit of 500 W" in notice for notice in harness.machine.view(harness.now).notices)
+    harness.prepare(1, 2, 3, 4)
+    assert harness.machine.phase.value == "running"
+
+
+def test_another_driver_parks_no_node() -> None:
+    harness = four(spares=1)
+    for link in (1, 2, 3):
+        checked(harness, link)
+    checked(harness, 4, driver="550.54.15")
+    assert order(harness) == {1, 2, 3, 4}
+    (differs,) = harness.noted("node_differs")
+    assert (differs["slows"], differs["trait"]) == (False, "driver")
+
+
+def test_a_node_that_was_parked_because_it_differs_comes_back_when_it_does_not() -> None:
+    harness = four(spares=1)
+    for link in (1, 2, 3):
+        checked(harness, link)
+    checked(harness, 4, gpus="7")
+    assert order(harness) == {1, 2, 3, 5}
+    checked(harness, 5)
+    harness.extend(4, "health", Checked(0, 0, WHOLE | {"gpus": "7"}))
+    assert "parked" in states(harness)
+    harness.extend(4, "health", Checked(0, 0, WHOLE))
+    assert "parked" not in states(harness)
+    assert not any("GPUs" in notice for notice in harness.machine.view(harness.now).notices)
+
+
+def test_a_difference_is_reported_once_in_all_generations() -> None:
+    harness = four(spares=0)
+    for _ in range(2):
+        for link in (1, 2, 3):
+            checked(harness, link)
+        checked(harness, 4, gpus="7")
+    assert len(harness.noted("node_differs")) == 1

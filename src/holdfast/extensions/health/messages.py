@@ -1,4 +1,4 @@
-"""What a node reports about its health."""
+"""What a node reports about its health, and what it is told about it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.policy import Count
+from holdfast.protocol.policy import Count, Words
 
 REASON_CHARACTERS_MAX = 300
 
@@ -20,3 +20,18 @@ class Unfit(Struct, frozen=True, tag="unfit"):
 
 class Recovered(Struct, frozen=True, tag="recovered"):
     """A node that was unfit has passed the check."""
+
+
+class Checked(Struct, frozen=True, tag="checked"):
+    """A node that has passed its preflight, and what it has: the coordinator compares all of them."""
+
+    generation: Count
+    """The generation for which it is prepared; 0: it is parked because it differs."""
+    nodes: Count
+    """Number of nodes of that generation."""
+    traits: Words
+    """By the names of doctor/majority.py."""
+
+
+class Differs(Struct, frozen=True, tag="differs"):
+    """This node is parked because it differs from most others: it reads its traits again from time to time."""

@@ -2,7 +2,8 @@
 while the node is parked.
 
 A node is fit if the command ends with 0 within its time, and no finding of the preflight says that it cannot train.
-What becomes of the job is the coordinator's.
+What becomes of the job is the coordinator's, which also compares what the nodes have. The preflight begins with the
+agent, while the nodes meet.
 """
 
 from __future__ import annotations
@@ -13,13 +14,20 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Recovered, Unfit
+from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Checked, Differs, Recovered, Unfit
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime.node_extension import Node, NodeExtension, Send
 from holdfast.supervisor.attached import attached
 from holdfast.text import visible
+
+if TYPE_CHECKING:
+    from holdfast.extensions.health.preflight import Preflight
+
+Result = TypeVar("Result")
 
 HEALTH_S_MAX = 20.0
 """Limit for the command (s). It is shorter than Limits.prepare_s, after which the coordinator loses the node."""
@@ -32,28 +40,45 @@ OUTPUT_BYTES_MAX = 65536
 
 
 class OnNode(NodeExtension):
+    messages = Differs
+
     def __init__(
         self, node: Node, send: Send, limit_s: float = HEALTH_S_MAX, again_first_s: float = AGAIN_FIRST_S
     ) -> None:
         super().__init__(node, send)
         self._limit_s = limit_s
         self._again_first_s = again_first_s
-        self._checking: set[asyncio.Task[str]] = set()
+        self._checking: set[asyncio.Task[Any]] = set()
         self._preflight_due = node.options.preflight != "off"
         """It has not passed here yet."""
+        self._begun: asyncio.Task[Preflight] | None = None
+        """The preflight that began with the agent; None: its result was taken, or there is none."""
+        self._traits: dict[str, str] | None = None
+        """What the last preflight found for the comparison with the other nodes; None: there was none."""
         self._parked = False
         self._rounds = 0
         """Number of times that this node was parked: a loop of an earlier time ends."""
+        if self._preflight_due:
+            self._begun = self._task(self._look())
+
+    def _task(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Do this in a task of its own, so that the end of the job does not wait for it."""
+        task = asyncio.create_task(work)
+        self._checking.add(task)
+        task.add_done_callback(self._checking.discard)
+        return task
+
+    def heard(self, message: Differs) -> None:  # noqa: ARG002
+        self._rounds += 1
+        self.node.start("health", self._compare_again(self._rounds))
 
     async def unfit(self, assign: Assign) -> str:
-        # A task of its own, so that the end of the job does not wait for the command.
-        checking = asyncio.create_task(self._check(assign.generation))
-        self._checking.add(checking)
-        checking.add_done_callback(self._checking.discard)
-        reason = await checking
+        self._rounds += 1
+        reason = await self._task(self._check(assign.generation))
+        if not reason and self._traits is not None:
+            self.send(Checked(assign.generation, assign.group_world_size, self._traits))
         if reason:
             self._parked = True
-            self._rounds += 1
             self.send(Unfit(assign.generation, reason))
             self.node.start("health", self._check_again(assign.generation, self._rounds))
         elif self._parked:
@@ -77,6 +102,18 @@ class OnNode(NodeExtension):
                 self._fit()
                 return
 
+    async def _compare_again(self, number: int) -> None:
+        """Report what this node has, until it is as the others."""
+        pause_s = self._again_first_s
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, AGAIN_MAX_S)
+            found = await self._look()
+            if number != self._rounds:
+                return
+            self._traits = found.traits
+            self.send(Checked(0, 0, found.traits))
+
     def _fit(self) -> None:
         self._parked = False
         self.send(Recovered())
@@ -88,18 +125,24 @@ class OnNode(NodeExtension):
         reasons = await asyncio.gather(*checks)
         return "; ".join(reason for reason in reasons if reason)[:REASON_CHARACTERS_MAX]
 
-    async def _preflight(self, generation: int) -> str:
+    async def _look(self) -> Preflight:
         from holdfast.extensions.health import preflight  # the doctor's checks are not needed without it
 
+        return await preflight.check_node(self.node.options, self.node.host)
+
+    async def _preflight(self, generation: int) -> str:
+        from holdfast.extensions.health.preflight import unfit
+
         began_s = time.monotonic()
-        found = await preflight.problems(self.node.options, self.node.host)
-        stops = [finding for finding in found if preflight.unfit(finding)]
-        self._preflight_due = bool(stops)
+        begun, self._begun = self._begun, None
+        found = await (begun if begun is not None else self._look())
+        stops = [finding for finding in found.problems if unfit(finding)]
+        self._preflight_due, self._traits = bool(stops), found.traits
         self.node.write(
             "preflight",
             generation=generation,
             seconds=round(time.monotonic() - began_s, 3),
-            findings=[f"{finding.code} {finding.what}: {finding.why}" for finding in found],
+            findings=[f"{finding.code} {finding.what}: {finding.why}" for finding in found.problems],
             fit=not stops,
         )
         return "; ".join(f"--preflight {finding.code} {finding.what}: {finding.why}" for finding in stops)
