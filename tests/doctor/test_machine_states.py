@@ -10,9 +10,18 @@ from typing import Any
 import pytest
 
 from holdfast.doctor import DoctorFinding, Level
+from holdfast.doctor.device_events import changes
 from holdfast.doctor.gpu_rules import examine_machine, port_health
-from holdfast.doctor.machine_reader import has_gpus, read_machine, read_nvml, read_smi
-from holdfast.doctor.machine_state import GpuState, MachineState, Recovery, Slowdown, Virtual, visible_gpus
+from holdfast.doctor.machine_reader import XidSource, has_gpus, read_machine, read_nvml, read_smi, used_memory
+from holdfast.doctor.machine_state import (
+    GpuState,
+    MachineState,
+    NetworkPort,
+    Recovery,
+    Slowdown,
+    Virtual,
+    visible_gpus,
+)
 from tests.support.fake_nvml import FakeNvml
 
 FOLDER = Path(__file__).parent / "machines"
@@ -210,3 +219,81 @@ def test_gpus_that_workers_do_not_use_are_left_out(visible: str | None, indices:
 def test_a_software_power_cap_is_no_fault() -> None:
     gpu = GpuState(index=0, slowdowns=frozenset({Slowdown.POWER_CAP}))
     check(list(examine_machine(MachineState(source="NVML", gpus=(gpu,)), (gpu,))), {})
+
+
+# --- while a job runs --------------------------------------------------------------------------------------------------
+
+
+def one(**changed: Any) -> MachineState:
+    """A machine with one GPU and one port, after months."""
+    known = {"ecc_uncorrected": 0, "remap_pending": False, "links_active": 18, "link_errors": 7, "pcie_replays": 3}
+    known |= {"sm_mhz": 1980, "sm_mhz_max": 1980, "celsius": 61, "recovery": Recovery.NONE}
+    link = {"state": "ACTIVE", "downed": 2} | {
+        name: changed.pop(name) for name in ("state", "downed") if name in changed
+    }
+    return MachineState(gpus=(GpuState(index=3, **known | changed),), ports=(NetworkPort(name="mlx5_0/1", **link),))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text", "severe"),
+    [
+        ({"error": "GPU is lost"}, "GPU is lost on GPU 3 of node b", True),
+        ({"ecc_uncorrected": 1}, "1 uncorrected memory error on GPU 3 of node b", True),
+        ({"remap_pending": True}, "memory rows are to be replaced on GPU 3 of node b", True),
+        ({"recovery": Recovery.RESET}, "the driver asks for a reset of the GPU on GPU 3 of node b", True),
+        ({"links_active": 16}, "2 NVLinks went down on GPU 3 of node b", True),
+        ({"link_errors": 19}, "12 NVLink errors on GPU 3 of node b", False),
+        ({"pcie_replays": 503}, "500 PCIe replays on GPU 3 of node b", False),
+        ({"downed": 3}, "the link went down 1 time on mlx5_0/1 of node b", True),
+        ({"state": "INIT"}, "the port is INIT on mlx5_0/1 of node b", True),
+        (
+            {"slowdowns": frozenset({Slowdown.HARDWARE, Slowdown.HARDWARE_THERMAL}), "sm_mhz": 345, "celsius": 91},
+            "hardware thermal slowdown: 345 of 1980 MHz, 91 °C, hardware slowdown, hardware thermal slowdown on GPU 3 of node b",
+            False,
+        ),
+    ],
+)
+def test_what_has_happened_to_a_device_between_two_readings(changed: dict[str, Any], text: str, severe: bool) -> None:
+    (event,) = changes(one(), one(**changed))
+    assert (event.on("b"), event.severe) == (text, severe)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"ecc_uncorrected": None, "links_active": None, "recovery": None},
+        {"pcie_replays": 12, "celsius": 80, "sm_mhz": 1200},
+        {"slowdowns": frozenset({Slowdown.POWER_CAP})},  # every busy GPU has it
+        {"downed": 0, "link_errors": 0},  # the driver was loaded again
+    ],
+)
+def test_what_is_normal_or_unknown_is_no_event(changed: dict[str, Any]) -> None:
+    assert list(changes(one(), one(**changed))) == []
+
+
+def test_a_gpu_that_stays_lost_is_reported_once() -> None:
+    lost = one(error="GPU is lost")
+    assert list(changes(lost, lost)) == []
+    assert list(changes(MachineState(), one())) == []
+
+
+def test_xids_come_with_the_gpu_that_has_them() -> None:
+    nvml = FakeNvml([{}, {"events": "error:NOT_SUPPORTED"}, {}])
+    source = XidSource(nvml)
+    assert source.gpus == 2
+    nvml.events = [(2, 79), (1, 31)]
+    assert source.wait(1) == (2, 79)
+    assert source.wait(1) == (None, 31)  # the driver has named no GPU that is watched
+    assert source.wait(1) is None
+    source.close()
+    assert nvml.began == 0
+
+
+def test_used_memory_is_that_of_the_gpus_that_report_it(tmp_path: Path) -> None:
+    put(tmp_path, {"proc/driver/nvidia/version": "NVRM version"})
+    nvml = FakeNvml([{"MemoryInfo": {"used": 7}}, {"handle": "error:GPU_IS_LOST"}, {"MemoryInfo": {"used": 9}}])
+    assert used_memory(nvml, tmp_path) == {0: 7, 2: 9}
+    assert used_memory(FakeNvml([], {"nvmlInit": "error:UNKNOWN"}), tmp_path) == {}
+    amd(tmp_path / "other")
+    assert used_memory(None, tmp_path / "other") == {0: 297193472}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +25,20 @@ def error(name: str) -> Exception:
 class FakeNvml:
     """Answers of one machine: `system` by function, `gpus` by function for each GPU, without `nvmlDeviceGet` in front.
 
-    `events` are taken by nvmlEventSetWait_v2, one at a time: pairs of a GPU and an XID.
+    `events` are taken by nvmlEventSetWait_v2, one at a time: pairs of a GPU and an XID; those of other processes come
+    from the lines of a file.
     """
 
-    def __init__(self, gpus: list[Mapping[str, Any]], system: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, gpus: list[Mapping[str, Any]], system: Mapping[str, Any] | None = None, file: Path | None = None
+    ) -> None:
         self.gpus = [dict(each) for each in gpus]
         self.system = {"nvmlInit": 0, "nvmlSystemGetDriverVersion": "570.86.15", **(system or {})}
         self.events: list[tuple[int, int]] = []
         self.waiting = threading.Event()
+        self._file = file
+        self._read = 0
+        """Lines of the file that were taken."""
         self.began = 0
         """Calls of nvmlInit without nvmlShutdown."""
 
@@ -65,11 +72,18 @@ class FakeNvml:
         self._answer({"events": 0, **self.gpus[handle]}, "events")
 
     def nvmlEventSetWait_v2(self, events: str, timeout_ms: int) -> Any:  # noqa: N802
+        self._take_from_file()
         if not self.events:
-            self.waiting.wait(timeout_ms / 1000)
+            self.waiting.wait(min(timeout_ms, 50) / 1000)
             raise error("TIMEOUT")
         gpu, xid = self.events.pop(0)
         return SimpleNamespace(device=gpu, eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=xid)
+
+    def _take_from_file(self) -> None:
+        if self._file is not None and self._file.exists():
+            lines = self._file.read_text().splitlines()
+            self.events += [(int(gpu), int(xid)) for gpu, xid in (line.split() for line in lines[self._read :])]
+            self._read = len(lines)
 
     def nvmlEventSetFree(self, events: str) -> None:  # noqa: N802
         self.waiting.set()

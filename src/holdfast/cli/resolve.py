@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast import compile_caches
 from holdfast.cli import rendezvous
-from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes, has_gpus
+from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes, has_gpus, has_infiniband
 from holdfast.cli.grammar import ABOUT_US
 from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
 from holdfast.cli.program import preload, worker_command
@@ -118,6 +118,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         health=health,
         health_command=health_command(parsed),
         preflight=preflight_level(given.preflight, devices, probes),
+        watch_devices=devices.kind != "cpu" and (has_gpus(probes) or has_infiniband(probes)),
         health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),

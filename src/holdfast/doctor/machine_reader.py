@@ -500,3 +500,74 @@ def _port(name: str, port: Path) -> NetworkPort:
         rate_gbit_s=float(rate[0]) if rate else None,
         downed=read_int(port / "counters/link_downed"),
     )
+
+
+# --- while a job runs -------------------------------------------------------------------------------------------------
+
+
+class XidSource:
+    """Waits for the XIDs that NVIDIA's driver reports. Each call may block: use it in one thread."""
+
+    def __init__(self, nvml: Any = None) -> None:
+        """Raises NVMLError, or OSError without NVML, if there are no such events."""
+        nvml = nvml if nvml is not None else _own_nvml()
+        if nvml is None:
+            raise OSError("there is no NVML")
+        self._nvml = nvml
+        self._indices: dict[int, int] = {}
+        nvml.nvmlInit()
+        self._events = nvml.nvmlEventSetCreate()
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
+            except nvml.NVMLError:  # a lost GPU, or one without events: the others are watched
+                continue
+            self._indices[_address(handle)] = index
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs whose events come."""
+        return len(self._indices)
+
+    def wait(self, limit_ms: int) -> tuple[int | None, int] | None:
+        """The next GPU, by its index, and its XID; None: none came within the limit. The index is None if the driver
+        does not say which GPU it is. Raises NVMLError when the driver fails."""
+        nvml = self._nvml
+        try:
+            event = nvml.nvmlEventSetWait_v2(self._events, limit_ms)
+        except nvml.NVMLError as error:
+            if error.value == nvml.NVML_ERROR_TIMEOUT:
+                return None
+            raise
+        return self._indices.get(_address(event.device)), int(event.eventData)
+
+    def close(self) -> None:
+        self._nvml.nvmlEventSetFree(self._events)
+        self._nvml.nvmlShutdown()
+
+
+def _address(handle: Any) -> int:
+    """Handles are pointers, and each answer has a new object for the same one."""
+    return handle if isinstance(handle, int) else ctypes.cast(handle, ctypes.c_void_p).value or 0
+
+
+def used_memory(nvml: Any = None, root: Path = ROOT) -> dict[int, int]:
+    """Bytes in use on each GPU that reports them, by its index. Quicker than the whole state."""
+    nvml = (nvml if nvml is not None else _own_nvml()) if has_nvidia(root) else None
+    if nvml is None:
+        return {gpu.index: gpu.memory_used_bytes for gpu in amd_gpus(root) if gpu.memory_used_bytes is not None}
+    found = {}
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return {}
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                found[index] = int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index)).used)
+            except nvml.NVMLError:
+                continue
+    finally:
+        nvml.nvmlShutdown()
+    return found

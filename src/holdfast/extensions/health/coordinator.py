@@ -1,33 +1,41 @@
 """Parks nodes whose check has failed, and lets them take part again when it passes. Compares all nodes: one that has
-less than most others is parked if a spare is there. Pure.
+less than most others is parked if a spare is there. Keeps what happens to devices, for the verdict. Pure.
 
 A difference alone ends no job: without a spare it is only reported. The others can train with that node, only slower.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
+from holdfast.doctor.device_events import DeviceEvent
 from holdfast.doctor.majority import Difference, Weight, differences
-from holdfast.extensions.health.messages import Checked, Differs, Recovered, Unfit
+from holdfast.extensions.health.messages import Checked, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.protocol.extension import (
     Announce,
     CoordinatorExtension,
+    DeviceFault,
     Figures,
     Happened,
     Job,
     MemberLost,
+    Observed,
     Order,
     Orders,
     Park,
+    Started,
     ToNode,
     Unpark,
 )
 from holdfast.protocol.policy import Note
 
+DEVICES_MAX = 32
+NOTICES_MAX = 4
+
 
 class AtCoordinator(CoordinatorExtension):
-    messages = Unfit | Recovered | Checked
+    messages = Unfit | Recovered | Checked | DeviceSeen
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -39,8 +47,12 @@ class AtCoordinator(CoordinatorExtension):
         """Members that are parked because they differ. Always a part of `_parked`."""
         self._reported: dict[tuple[str, str], str] = {}
         """The text of each difference that was reported and is still there, by member and trait."""
+        self._devices: deque[DeviceFault] = deque(maxlen=DEVICES_MAX)
+        """The newest severe events of devices."""
+        self._noticed: deque[str] = deque(maxlen=NOTICES_MAX)
+        """The newest of them in the running generation, in words."""
 
-    def heard(self, now: float, member: str, message: Unfit | Recovered | Checked) -> Orders:  # noqa: ARG002
+    def heard(self, now: float, member: str, message: Unfit | Recovered | Checked | DeviceSeen) -> Orders:
         match message:
             case Recovered():
                 return self._unpark(member)
@@ -48,6 +60,8 @@ class AtCoordinator(CoordinatorExtension):
                 return self._park(member, generation, reason)
             case Checked():
                 return self._compare(member, message)
+            case DeviceSeen():
+                return self._device(now, member, message)
 
     def _park(self, member: str, generation: int, reason: str) -> list[Order]:
         text = self._parked[member] = f"{self._host(member)} is parked: {reason}"
@@ -99,10 +113,25 @@ class AtCoordinator(CoordinatorExtension):
                 orders.append(Announce(text))
         return orders
 
+    def _device(self, now: float, member: str, message: DeviceSeen) -> list[Order]:
+        text = DeviceEvent(message.device, message.text, message.severe).on(self._host(member))
+        about = {"member": member, "device": message.device, "text": message.text, "severe": message.severe}
+        note = Note("device", about)
+        if not message.severe:
+            return [note]
+        self._devices.append(DeviceFault(text, now - message.age_s))
+        self._noticed.append(text)
+        return [note, Announce(text)]
+
+    def observed(self, now: float) -> Observed:  # noqa: ARG002
+        return Observed(devices=tuple(self._devices))
+
     def _host(self, member: str) -> str:
         return next((each.host for each in self.job.members() if each.name == member), member)
 
     def happened(self, now: float, event: Happened) -> Orders:  # noqa: ARG002
+        if isinstance(event, Started):
+            self._noticed.clear()
         if isinstance(event, MemberLost):
             self._parked.pop(event.member, None)
             self._traits.pop(event.member, None)
@@ -112,4 +141,4 @@ class AtCoordinator(CoordinatorExtension):
 
     def view(self, now: float) -> Figures:  # noqa: ARG002
         differing = [text for (member, _), text in self._reported.items() if member not in self._parked]
-        return Figures(notices=(*self._parked.values(), *differing))
+        return Figures(notices=(*self._parked.values(), *differing, *self._noticed))

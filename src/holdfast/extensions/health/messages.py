@@ -6,9 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.policy import Count, Words
+from holdfast.protocol.policy import Count, Seconds, Words
 
 REASON_CHARACTERS_MAX = 300
+DEVICE_CHARACTERS_MAX = 100
 
 
 class Unfit(Struct, frozen=True, tag="unfit"):
@@ -31,6 +32,16 @@ class Checked(Struct, frozen=True, tag="checked"):
     """Number of nodes of that generation."""
     traits: Words
     """By the names of doctor/majority.py."""
+
+
+class DeviceSeen(Struct, frozen=True, tag="device"):
+    """Something has happened to a GPU or a network port of this node."""
+
+    device: Annotated[str, Meta(max_length=DEVICE_CHARACTERS_MAX)]
+    text: Annotated[str, Meta(max_length=REASON_CHARACTERS_MAX)]
+    severe: bool
+    age_s: Seconds
+    """Time since it happened (s)."""
 
 
 class Differs(Struct, frozen=True, tag="differs"):

@@ -3,7 +3,8 @@ while the node is parked.
 
 A node is fit if the command ends with 0 within its time, and no finding of the preflight says that it cannot train.
 What becomes of the job is the coordinator's, which also compares what the nodes have. The preflight begins with the
-agent, while the nodes meet.
+agent, while the nodes meet. While workers run, its devices are watched (device_watch.py); a severe event has the node
+checked again before the next generation, which also waits for GPU memory (freed_memory.py).
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Checked, Differs, Recovered, Unfit
+from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Checked, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.outcome import Outcome
-from holdfast.runtime.node_extension import Node, NodeExtension, Send
+from holdfast.runtime.node_extension import Node, NodeExtension, NodeHappened, Send, WorkersStarted
 from holdfast.supervisor.attached import attached
-from holdfast.text import visible
+from holdfast.text import listed, visible
 
 if TYPE_CHECKING:
+    from holdfast.doctor.device_events import DeviceEvent
+    from holdfast.extensions.health.device_watch import DeviceWatch
     from holdfast.extensions.health.preflight import Preflight
 
 Result = TypeVar("Result")
@@ -55,6 +58,10 @@ class OnNode(NodeExtension):
         """The preflight that began with the agent; None: its result was taken, or there is none."""
         self._traits: dict[str, str] | None = None
         """What the last preflight found for the comparison with the other nodes; None: there was none."""
+        self._watch: DeviceWatch | None = None
+        """None: no workers have run here, or there is nothing to watch."""
+        self._used: dict[int, int] | None = None
+        """Bytes in use on each GPU before any workers ran; None: not known."""
         self._parked = False
         self._rounds = 0
         """Number of times that this node was parked: a loop of an earlier time ends."""
@@ -74,6 +81,8 @@ class OnNode(NodeExtension):
 
     async def unfit(self, assign: Assign) -> str:
         self._rounds += 1
+        if self._watch is not None and self._used:
+            await self._task(self._wait_for_memory(assign.generation, self._used))
         reason = await self._task(self._check(assign.generation))
         if not reason and self._traits is not None:
             self.send(Checked(assign.generation, assign.group_world_size, self._traits))
@@ -85,7 +94,49 @@ class OnNode(NodeExtension):
             self._fit()
         return reason
 
+    def happened(self, event: NodeHappened) -> None:
+        if isinstance(event, WorkersStarted) and self.node.options.watch_devices and self._watch is None:
+            from holdfast.extensions.health.device_watch import (
+                DeviceWatch,
+            )  # where there is nothing to watch, no import
+
+            loop = asyncio.get_running_loop()
+
+            def report(event: DeviceEvent, at_s: float) -> None:
+                # The loop may have ended meanwhile.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._device, event, at_s)
+
+            def fault(error: Exception) -> None:
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self.node.fault, "health", error)
+
+            self._watch = DeviceWatch(report, fault)
+            self._watch.start()
+
+    def _device(self, event: DeviceEvent, at_s: float) -> None:
+        age_s = max(0.0, time.monotonic() - at_s)
+        self.node.write("device", device=event.device, text=event.text, severe=event.severe, xid=event.xid)
+        self.send(DeviceSeen(event.device, event.text[:REASON_CHARACTERS_MAX], event.severe, age_s))
+        if event.severe and self.node.options.preflight != "off":
+            self._preflight_due = True
+
+    async def _wait_for_memory(self, generation: int, used: dict[int, int]) -> None:
+        from holdfast.extensions.health.freed_memory import wait_until_free
+
+        freed = await wait_until_free(used)
+        left = {f"GPU {index}": bytes_ for index, bytes_ in freed.left.items()}
+        self.node.write("gpu_memory", generation=generation, seconds=freed.seconds, left_bytes=left)
+        if left:
+            shown = listed([f"{bytes_ >> 20} MiB on {gpu}" for gpu, bytes_ in left.items()])
+            self.node.say(
+                f"{freed.seconds:.0f} s after its workers have ended, {shown} of this node are still in use: "
+                "generation {generation} may run out of memory".format(generation=generation)
+            )
+
     async def close(self, outcome: Outcome | None) -> None:  # noqa: ARG002
+        if self._watch is not None:
+            self._watch.stop()
         for task in self._checking:
             task.cancel()
         if self._checking:
@@ -138,6 +189,8 @@ class OnNode(NodeExtension):
         found = await (begun if begun is not None else self._look())
         stops = [finding for finding in found.problems if unfit(finding)]
         self._preflight_due, self._traits = bool(stops), found.traits
+        if self._watch is None:
+            self._used = found.used_bytes
         self.node.write(
             "preflight",
             generation=generation,

@@ -48,6 +48,8 @@ class Preflight(NamedTuple):
     """The findings that did not pass."""
     traits: dict[str, str]
     """What is compared with the other nodes."""
+    used_bytes: dict[int, int]
+    """Bytes in use on each GPU that reports them, by its index."""
 
 
 async def check_node(options: RunOptions, host: str) -> Preflight:
@@ -59,7 +61,8 @@ async def check_node(options: RunOptions, host: str) -> Preflight:
         found = [finding for check in QUICK for finding in check(facts)]
     speeds = [each.speed_mbit_s for each in facts.interfaces if each.name == facts.default_interface]
     traits = profile(facts.machine, used_gpus(facts), speeds[0] if speeds else 0)
-    return Preflight(tuple(finding for finding in found if finding.level is not Level.PASS), traits)
+    used = {gpu.index: gpu.memory_used_bytes for gpu in facts.machine.gpus if gpu.memory_used_bytes is not None}
+    return Preflight(tuple(finding for finding in found if finding.level is not Level.PASS), traits, used)
 
 
 async def _quick_facts(options: RunOptions, host: str) -> LocalFacts:
