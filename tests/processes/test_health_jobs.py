@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -176,12 +177,9 @@ def test_an_xid_is_in_the_verdict_and_in_the_journal(job_folder: JobFolder) -> N
         """)
     )
     agent = job_folder.ends(1, "--standalone", script, program=on_gpus(job_folder))
-    assert "XID 79 (the GPU has fallen off the bus) on GPU 1 of node" in agent.text
     (device,) = [each for each in agent.events() if each["event"] == "device"]
     assert (device["device"], device["xid"], device["severe"]) == ("GPU 1", 79, True)
-    (verdict,) = agent.events("coordinator.verdict")
-    assert "on GPU 1 of node" in verdict["cause"]
-    assert verdict["cause"].endswith("s before")
+    assert re.search(r"on GPU 1 of node \S+ [\d.]+ s before", agent.text)
 
 
 def test_a_restart_waits_for_the_memory_of_the_workers_before(job_folder: JobFolder) -> None:

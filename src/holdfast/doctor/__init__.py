@@ -1,8 +1,9 @@
 """The doctor: findings and the facts from which they are made, as plain data, and how findings are shown.
 
     facts.py ──► local.py            one node: gather facts, judge them
-    machine_reader.py ──► gpu_rules.py
+    machine_reader.py ──► gpu_rules.py, device_events.py
                                      its GPUs and network ports: read them, judge them; machine_state.py is what is read
+    gpu_full.py                      judges what its GPUs have computed and copied (train/gpu_checkup.py)
     majority.py                      the same of several nodes: who differs; slow_pairs.py: who is slow
     joint.py, joint_server.py ──► together.py
                                      several nodes: meet, measure, judge; probe.py measures the network between two
@@ -20,7 +21,7 @@ from typing import Any, NotRequired, TypedDict
 import msgspec
 from msgspec import Struct
 
-from holdfast.doctor.machine_state import MachineState
+from holdfast.doctor.machine_state import FullMeasure, MachineState
 
 
 class Level(Enum):
@@ -141,6 +142,8 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     """Version of NVIDIA's driver, from /proc; empty without one."""
     machine: MachineState = MachineState()
     """GPUs and network ports."""
+    gpu_test: FullMeasure | None = None
+    """What the GPUs have computed; None: that was not asked for."""
     gpus: tuple[Gpu, ...] = ()
     gpu_error: str = ""
     shm: Folder = Folder(path="/dev/shm")

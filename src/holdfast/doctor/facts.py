@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,11 +29,11 @@ from msgspec import structs
 from holdfast.detached import run_detached
 from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
 from holdfast.doctor.machine_reader import read_machine
-from holdfast.doctor.machine_state import MachineState
+from holdfast.doctor.machine_state import FullMeasure, MachineState
 from holdfast.linux import GroupLimits, default_interface, own_address, read_int, read_text
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
-from holdfast.protocol.train_contract import CHECKUP
+from holdfast.protocol.train_contract import CHECKUP, GPU_CHECKUP
 from holdfast.rendezvous.bind import claim, who_holds
 from holdfast.supervisor.attached import attached
 from holdfast.version import __version__
@@ -160,6 +161,17 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
 """Prefixes and whole names of variables that matter to a training job."""
 
 
+class GpuCheck(Enum):
+    """How much is found out about GPUs (--gpu)."""
+
+    OFF = "off"
+    QUICK = "quick"
+    """What their driver reports."""
+    FULL = "full"
+    """Also what they compute; on a node without GPUs the processor."""
+    FULL_IF_ANY = "full, if there are GPUs"
+
+
 class FactsRequest(NamedTuple):
     """Options of the command line on which facts depend."""
 
@@ -174,6 +186,9 @@ class FactsRequest(NamedTuple):
     environ: Mapping[str, str]
     torch_s_max: float
     """Limit for the import of torch."""
+    gpu: GpuCheck = GpuCheck.QUICK
+    gpu_test_s_max: float = 120.0
+    """Limit for the GPUs' test."""
 
 
 async def gather_facts(asked: FactsRequest) -> LocalFacts:
@@ -188,7 +203,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
     async with asyncio.TaskGroup() as tasks:
         torch = tasks.create_task(ask_torch(asked.python, asked.torch_s_max))
         python = tasks.create_task(python_version(asked.python))
-        machine = tasks.create_task(machine_state())
+        machine = tasks.create_task(machine_state(asked.gpu))
         shm, *folders = [tasks.create_task(folder(path)) for path in ("/dev/shm", *paths)]
         names = tasks.create_task(own_name())
         port = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
@@ -204,6 +219,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         nodes=asked.nodes,
         torch=torch.result(),
         machine=state,
+        gpu_test=await gpu_test(asked, torch.result()),
         gpus=shown_gpus(state),
         gpu_error=state.error,
         shm=shm.result(),
@@ -342,10 +358,35 @@ def last_json(text: str) -> dict[str, Any] | None:
     return None
 
 
-async def machine_state() -> MachineState:
+async def machine_state(check: GpuCheck = GpuCheck.QUICK) -> MachineState:
     """GPUs and network ports. A driver that does not answer is an error of the state."""
+    if check is GpuCheck.OFF:
+        return MachineState()
     late = MachineState(source="the driver", error=f"no answer within {GPUS_S_MAX:g} s")
     return await bounded(read_machine, GPUS_S_MAX, late)
+
+
+async def gpu_test(asked: FactsRequest, torch: TorchFacts) -> FullMeasure | None:
+    """What the GPUs compute, or why that is not known; None: it was not asked for."""
+    kind = "cuda" if torch.gpus else "cpu"
+    if asked.gpu is not GpuCheck.FULL and (asked.gpu is not GpuCheck.FULL_IF_ANY or kind == "cpu"):
+        return None
+    if torch.state is not TorchState.OK:
+        return FullMeasure(error="torch cannot be imported")
+    try:
+        done = await run_bounded([asked.python, GPU_CHECKUP, "measure", kind, str(GPU_TEST_S)], asked.gpu_test_s_max)
+    except OSError as error:
+        return FullMeasure(error=f"{asked.python}: {error.strerror}")
+    if done.code is None:
+        return FullMeasure(error=f"it did not end within {asked.gpu_test_s_max:g} s")
+    try:
+        return msgspec.convert(last_json(done.out) or {"error": f"its process ended with {done.code}"}, FullMeasure)
+    except msgspec.ValidationError as invalid:
+        return FullMeasure(error=f"an odd answer: {invalid}")
+
+
+GPU_TEST_S = 1.0
+"""Time for which each GPU computes (s)."""
 
 
 def shown_gpus(state: MachineState) -> tuple[Gpu, ...]:

@@ -29,6 +29,7 @@ from holdfast.doctor import (
     fatal,
     retry,
 )
+from holdfast.doctor.gpu_full import full_traits
 from holdfast.doctor.joint_server import (
     BACKEND,
     REPORT_S_MIN,
@@ -314,7 +315,8 @@ class CheckClient:
             holdfast=facts.holdfast,
             interface=next((each.name for each in ours), ""),
             has_torch=torch.state is TorchState.OK and torch.gloo,
-            traits=profile(facts.machine, gpus, next((each.speed_mbit_s for each in ours), 0)),
+            traits=profile(facts.machine, gpus, next((each.speed_mbit_s for each in ours), 0))
+            | full_traits(facts.gpu_test),
         )
 
     async def _reduce(self, roster: Roster) -> tuple[Reduced | None, ...]:

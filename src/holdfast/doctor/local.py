@@ -22,6 +22,7 @@ from holdfast.doctor import (
     size,
     warn,
 )
+from holdfast.doctor.gpu_full import judge_full
 from holdfast.doctor.machine_state import GpuState, visible_gpus
 from holdfast.linux import VIRTUAL
 from holdfast.protocol.time_outs import TimeOut, inversions
@@ -281,6 +282,11 @@ def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
     yield from gpu_rules.gpu_use(used_gpus(facts))
 
 
+def gpu_full_test(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    if facts.gpu_test is not None:
+        yield from judge_full(facts.gpu_test)
+
+
 def network_ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
     yield from gpu_rules.port_health(facts.machine.ports)
 
@@ -495,7 +501,7 @@ def is_local(interface: Interface) -> bool:
 Check = Callable[[LocalFacts], Iterator[DoctorFinding]]
 
 CHECKS: tuple[Check, ...] = (
-    *(python, torch, cuda, gpu_health, gpu_use, network_ports),
+    *(python, torch, cuda, gpu_health, gpu_use, gpu_full_test, network_ports),
     *(shared_memory, open_files, processes, locked_memory, core_dumps, memory, cpus, overcommit, tracing, folders),
     *(threads, clock, own_name, interfaces, endpoint_link, chosen_interfaces, ports, endpoint_port, variables),
 )

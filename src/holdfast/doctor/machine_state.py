@@ -139,6 +139,40 @@ class MachineState(Struct, frozen=True, kw_only=True):
     ports: tuple[NetworkPort, ...] = ()
 
 
+class DeviceMeasure(Struct, frozen=True, kw_only=True):
+    """One GPU; on a node without GPUs the processor."""
+
+    index: int
+    name: str
+    error: str = ""
+    tflops: float = 0.0
+    """Products of bf16 matrices."""
+    digests: tuple[str, ...] = ()
+    """Digests of the results of one product, which was computed many times."""
+    to_device_bytes_s: float = 0.0
+    to_host_bytes_s: float = 0.0
+    device_bytes_s: float = 0.0
+
+
+class ReduceMeasure(Struct, frozen=True, kw_only=True):
+    """All-reduces between all devices of the node."""
+
+    bytes_s: float = 0.0
+    error: str = ""
+
+
+class FullMeasure(Struct, frozen=True, kw_only=True):
+    """The measurements of one node."""
+
+    kind: str = ""
+    """`cuda` or `cpu`."""
+    devices: tuple[DeviceMeasure, ...] = ()
+    reduce: ReduceMeasure | None = None
+    reduce_without_p2p: ReduceMeasure | None = None
+    error: str = ""
+    """Why nothing was measured."""
+
+
 def visible_gpus(gpus: tuple[GpuState, ...], visible: str | None) -> tuple[GpuState, ...]:
     """The GPUs that workers use with this CUDA_VISIBLE_DEVICES; None: it is not set.
 

@@ -7,8 +7,9 @@ mixed on purpose. More than half of at least three nodes must agree. A value tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from statistics import median
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -40,6 +41,8 @@ class Trait(NamedTuple):
     """Only a node that has less than the others differs; else any other value does."""
     share: float = 1.0
     """Values above this share of the majority's are equal to it."""
+    measured: bool = False
+    """No two nodes have the same value: it is compared with the median."""
 
 
 TRAITS = (
@@ -53,6 +56,9 @@ TRAITS = (
     Trait("ports", "{value} active InfiniBand ports", Weight.SLOWS, of_gpus=False),
     Trait("port_gbit_s", "InfiniBand at {value} Gbit/s", Weight.SLOWS, of_gpus=False),
     Trait("nic_mbit_s", "a network of {value} Mbit/s", Weight.SLOWS, of_gpus=False),
+    Trait("tflops", "{value} TFLOP/s on its slowest GPU", Weight.SLOWS, share=0.9, measured=True),
+    Trait("copy_gbyte_s", "{value} GB/s between host and GPU", Weight.SLOWS, share=0.7, measured=True),
+    Trait("reduce_gbyte_s", "{value} GB/s in all-reduces on the node", Weight.SLOWS, share=0.9, measured=True),
     Trait("gpu", "{value}", Weight.NOTE, of_gpus=False, less=False),
     Trait("driver", "driver {value}", Weight.NOTE, less=False),
     Trait("vbios", "VBIOS {value}", Weight.NOTE, less=False),
@@ -111,21 +117,36 @@ def _one(values: list[str | None]) -> str | None:
 
 def differences(profiles: Mapping[str, Profile]) -> list[Difference]:
     """The differences of all nodes, in the order of the nodes and of the traits."""
-    values: dict[tuple[str, str], Counter[str]] = {}
+    values: dict[tuple[str, str], list[str]] = {}
     for own in profiles.values():
         for trait in TRAITS:
             if trait.name in own:
-                values.setdefault((trait.name, _group(trait, own)), Counter())[own[trait.name]] += 1
-    usual = {key: (*counts.most_common(1)[0], counts.total()) for key, counts in values.items()}
+                values.setdefault((trait.name, _group(trait, own)), []).append(own[trait.name])
+    usual = {
+        (trait.name, group): _usual(trait, known)
+        for trait in TRAITS
+        for (name, group), known in values.items()
+        if name == trait.name
+    }
     found = []
     for node, own in profiles.items():
         for trait in (trait for trait in TRAITS if trait.name in own):
-            value, (common, times, known) = own[trait.name], usual[trait.name, _group(trait, own)]
-            if known >= NODES_MIN and times * 2 > known and _differs(trait, value, common):
+            value, (common, who) = own[trait.name], usual[trait.name, _group(trait, own)]
+            if common and _differs(trait, value, common):
                 has, others = trait.words.format(value=value), trait.words.format(value=common)
-                text = f"has {has}, {times} of {known} nodes have {others}"
-                found.append(Difference(node, trait.name, text, trait.weight))
+                found.append(Difference(node, trait.name, f"has {has}, {who} {others}", trait.weight))
     return found
+
+
+def _usual(trait: Trait, known: Sequence[str]) -> tuple[str, str]:
+    """The value to compare with, and whose it is in words; empty: there is none."""
+    if len(known) < NODES_MIN:
+        return "", ""
+    if trait.measured:
+        numbers = [number for value in known if (number := _number(value)) is not None]
+        return (f"{median(numbers):.4g}", "the median is") if numbers else ("", "")
+    common, times = Counter(known).most_common(1)[0]
+    return (common, f"{times} of {len(known)} nodes have") if times * 2 > len(known) else ("", "")
 
 
 def _group(trait: Trait, own: Profile) -> str:
@@ -136,7 +157,13 @@ def _group(trait: Trait, own: Profile) -> str:
 def _differs(trait: Trait, value: str, usual: str) -> bool:
     if not trait.less:
         return value != usual
+    own, others = _number(value), _number(usual)
+    return own is not None and others is not None and own < trait.share * others
+
+
+def _number(value: str) -> float | None:
+    """None: it is none. It came from the network."""
     try:
-        return float(value) < trait.share * float(usual)
-    except ValueError:  # it came from the network
-        return False
+        return float(value)
+    except ValueError:
+        return None

@@ -2,7 +2,7 @@
 
 quick: memory, /dev/shm, the folders for logs and temporary files, limits of open files and processes, the clock, GPUs
 and network ports; each file system and the driver have their own limit of time. full: also Python and the import of
-torch, and all else that the doctor checks on one node.
+torch, a test of what the GPUs compute, and all else that the doctor checks on one node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from msgspec import structs
 
 from holdfast.detached import run_detached
 from holdfast.doctor import DoctorFinding, Level, LocalFacts
-from holdfast.doctor.facts import FactsRequest, folder, gather_facts, machine_facts, machine_state
+from holdfast.doctor.facts import FactsRequest, GpuCheck, folder, gather_facts, machine_facts, machine_state
+from holdfast.doctor.gpu_full import full_traits
 from holdfast.doctor.local import (
     clock,
     examine,
@@ -37,8 +38,10 @@ from holdfast.protocol.options import RunOptions
 
 FULL = "full"
 QUICK = (gpu_health, gpu_use, network_ports, memory, shared_memory, folders, open_files, processes, clock)
-TORCH_S_MAX = 15.0
+TORCH_S_MAX = 12.0
 """Limit for the import of torch (s): all of it must end before Limits.prepare_s."""
+GPU_TEST_S_MAX = 15.0
+"""Limit for the test of the GPUs (s), which follows. One that takes longer is a warning."""
 
 
 class Preflight(NamedTuple):
@@ -60,7 +63,7 @@ async def check_node(options: RunOptions, host: str) -> Preflight:
         facts = await _quick_facts(options, host)
         found = [finding for check in QUICK for finding in check(facts)]
     speeds = [each.speed_mbit_s for each in facts.interfaces if each.name == facts.default_interface]
-    traits = profile(facts.machine, used_gpus(facts), speeds[0] if speeds else 0)
+    traits = profile(facts.machine, used_gpus(facts), speeds[0] if speeds else 0) | full_traits(facts.gpu_test)
     used = {gpu.index: gpu.memory_used_bytes for gpu in facts.machine.gpus if gpu.memory_used_bytes is not None}
     return Preflight(tuple(finding for finding in found if finding.level is not Level.PASS), traits, used)
 
@@ -88,6 +91,8 @@ async def _all_facts(options: RunOptions) -> LocalFacts:
             try_port=False,
             environ=os.environ,
             torch_s_max=TORCH_S_MAX,
+            gpu=GpuCheck.FULL_IF_ANY,
+            gpu_test_s_max=GPU_TEST_S_MAX,
         )
     )
 
