@@ -333,6 +333,21 @@ def test_a_slow_or_odd_connection_is_named(bytes_s: float | None, is_slow: bool)
         assert "c → b" in got[0][2]
 
 
+def test_a_node_that_is_slow_with_all_others_is_blamed_and_not_its_links() -> None:
+    slow = [link(2, bytes_s=1e7)]
+    reports = [report(me, *slow, number=6) for me in range(6) if me != 2]
+    reports.insert(2, report(2, *(link(to, bytes_s=1e7) for to in range(6) if to != 2), number=6))
+    told = replace(check(*reports), came=("a", "b", "c", "d", "e", "f"), wanted=(6, 6))
+    ((code, _, why),) = found_together(told)
+    assert code == "HF564"
+    assert why.endswith("; c is slow with all others")
+
+
+def test_a_node_with_fewer_gpus_than_most_is_named() -> None:
+    told = check(report(0, traits={"gpus": "8"}), report(1, traits={"gpus": "7"}), report(2, traits={"gpus": "8"}))
+    assert found_together(told) == [("HF568", Level.WARN, "has 7 GPUs, 2 of 3 nodes have 8 GPUs")]
+
+
 def test_a_clock_that_differs_is_named_once() -> None:
     told = check(report(0, link(2, clock_offset_s=-3.5)), report(1, link(2, clock_offset_s=-3.5)), report(2))
     assert found_together(told) == [("HF565", Level.WARN, "c is 3.5 s behind a")]

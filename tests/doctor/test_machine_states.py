@@ -24,6 +24,8 @@ from holdfast.doctor.machine_state import (
 )
 from tests.support.fake_nvml import FakeNvml
 
+MS = 1
+"""Limit of a wait for an event that is there, or never comes (ms)."""
 FOLDER = Path(__file__).parent / "machines"
 NVML = tomllib.loads((FOLDER / "nvml.toml").read_text())
 
@@ -283,9 +285,9 @@ def test_xids_come_with_the_gpu_that_has_them() -> None:
     source = XidSource(nvml)
     assert source.gpus == 2
     nvml.events = [(2, 79), (1, 31)]
-    assert source.wait(1) == (2, 79)
-    assert source.wait(1) == (None, 31)  # the driver has named no GPU that is watched
-    assert source.wait(1) is None
+    assert source.wait(MS) == (2, 79)
+    assert source.wait(MS) == (None, 31)  # the driver has named no GPU that is watched
+    assert source.wait(MS) is None
     source.close()
     assert nvml.began == 0
 

@@ -102,11 +102,18 @@ def folder_facts(path: str) -> Folder:
     try:
         room = os.statvfs(there)
         with tempfile.NamedTemporaryFile(dir=there, prefix=".holdfast-doctor-") as file:
-            file.write(b"\0" * 4096)
+            # A file server may take what is written, and fail when it is to be kept or read.
+            file.write(b"\0" * PROBE_BYTES)
             file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            file.read(PROBE_BYTES)
     except OSError as error:
         return Folder(path=path, error=error.strerror or str(error))
     return Folder(path=path, total_bytes=room.f_blocks * room.f_frsize, free_bytes=room.f_bavail * room.f_frsize)
+
+
+PROBE_BYTES = 4096
 
 
 class _Timex(ctypes.Structure):
@@ -162,13 +169,13 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
 
 
 class GpuCheck(Enum):
-    """How much is found out about GPUs (--gpu)."""
+    """The extent of the checks of GPUs (--gpu)."""
 
     OFF = "off"
     QUICK = "quick"
-    """What their driver reports."""
+    """Their driver's report."""
     FULL = "full"
-    """Also what they compute; on a node without GPUs the processor."""
+    """Their driver's report, and a test of what they compute; on a node without GPUs the processor is tested."""
     FULL_IF_ANY = "full, if there are GPUs"
 
 

@@ -22,7 +22,7 @@ RESET = "reset the GPU (nvidia-smi -r) or reboot the node"
 REPLACE = "reset the GPU, and have it replaced: the driver cannot repair it"
 
 
-class Fault(NamedTuple):
+class GpuFault(NamedTuple):
     """What is wrong with one GPU."""
 
     level: Level
@@ -36,7 +36,7 @@ def gpu_health(state: MachineState, gpus: Sequence[GpuState]) -> Iterator[Doctor
     """The findings about these GPUs of the machine: those that workers use."""
     if state.error:
         yield fatal("HF504", "GPU health", f"{state.source}: {state.error}", "see dmesg; reset the GPU or reboot")
-    groups: dict[Fault, list[GpuState]] = {}
+    groups: dict[GpuFault, list[GpuState]] = {}
     for gpu in gpus:
         for fault in faults(gpu, gpus):
             groups.setdefault(fault, []).append(gpu)
@@ -60,51 +60,51 @@ def kinds(gpus: Iterable[GpuState]) -> str:
     return listed([f"{count} × {name}" for name, count in counts.items()])
 
 
-def faults(gpu: GpuState, all_gpus: Sequence[GpuState]) -> Iterator[Fault]:
+def faults(gpu: GpuState, all_gpus: Sequence[GpuState]) -> Iterator[GpuFault]:
     """The faults of one GPU. `all_gpus`: those of the machine that workers use."""
     what = "GPU health"
     if gpu.error:  # nothing else can be read
-        yield Fault(Level.FATAL, "HF504", what, gpu.error, "see dmesg for its XID; reboot the node")
+        yield GpuFault(Level.FATAL, "HF504", what, gpu.error, "see dmesg for its XID; reboot the node")
         return
     if gpu.recovery not in (None, Recovery.NONE):
-        yield Fault(Level.FATAL, "HF504", what, f"the driver asks for a {gpu.recovery.value}", RESET)
+        yield GpuFault(Level.FATAL, "HF504", what, f"the driver asks for a {gpu.recovery.value}", RESET)
     yield from _memory_faults(gpu)
     if not (gpu.mig or gpu.virtual is Virtual.VGPU):  # parts of a GPU have no NVLink
         yield from _link_faults(gpu, all_gpus)
     yield from _slow_clocks(gpu)
     if _is_below(gpu.pcie_width, gpu.pcie_width_max):
         text = f"its PCIe link has {gpu.pcie_width} of {gpu.pcie_width_max} lanes"
-        yield Fault(Level.WARN, "HF508", "PCIe", text, "compare with the other nodes; reseat the GPU or its riser")
+        yield GpuFault(Level.WARN, "HF508", "PCIe", text, "compare with the other nodes; reseat the GPU or its riser")
 
 
-def _memory_faults(gpu: GpuState) -> Iterator[Fault]:
+def _memory_faults(gpu: GpuState) -> Iterator[GpuFault]:
     what = "GPU health"
     if gpu.remap_failed:
         text = "rows of its memory have failed, and none is left to replace them"
-        yield Fault(Level.FATAL, "HF504", what, text, REPLACE)
+        yield GpuFault(Level.FATAL, "HF504", what, text, REPLACE)
     elif gpu.remap_pending:
         text = "rows of its memory have failed, and are replaced only by a reset"
-        yield Fault(Level.FATAL, "HF504", what, text, RESET)
+        yield GpuFault(Level.FATAL, "HF504", what, text, RESET)
     if gpu.retirement_pending:
         text = "pages of its memory have failed, and are retired only by a reset"
-        yield Fault(Level.FATAL, "HF504", what, text, RESET)
+        yield GpuFault(Level.FATAL, "HF504", what, text, RESET)
     if gpu.ecc_uncorrected:
         text = f"{gpu.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
-        yield Fault(Level.FATAL, "HF504", what, text, f"{RESET}; replace it if they come back")
+        yield GpuFault(Level.FATAL, "HF504", what, text, f"{RESET}; replace it if they come back")
     if gpu.sram_worn:
         text = "the uncorrected errors of its SRAM exceed NVIDIA's limit"
-        yield Fault(Level.FATAL, "HF504", what, text, REPLACE)
+        yield GpuFault(Level.FATAL, "HF504", what, text, REPLACE)
 
 
-def _link_faults(gpu: GpuState, all_gpus: Sequence[GpuState]) -> Iterator[Fault]:
+def _link_faults(gpu: GpuState, all_gpus: Sequence[GpuState]) -> Iterator[GpuFault]:
     what = "NVLink"
     if gpu.fabric in (Fabric.NOT_STARTED, Fabric.IN_PROGRESS):
         text = f"its registration at the NVLink switches is {gpu.fabric.value}: CUDA does not start"
         fix = "start nvidia-fabricmanager of the driver's version, and wait for it"
-        yield Fault(Level.RETRY, "HF506", what, text, fix)
+        yield GpuFault(Level.RETRY, "HF506", what, text, fix)
     elif gpu.fabric is Fabric.COMPLETED and gpu.fabric_error:
         text = f"its registration at the NVLink switches failed with NVML's error {gpu.fabric_error}"
-        yield Fault(Level.FATAL, "HF506", what, text, "see the log of nvidia-fabricmanager; reboot the node")
+        yield GpuFault(Level.FATAL, "HF506", what, text, "see the log of nvidia-fabricmanager; reboot the node")
     alike = [other for other in all_gpus if other.name == gpu.name and other.links_active is not None]
     usual = _usual([other.links_active or 0 for other in alike])
     if usual is None or not _is_below(gpu.links_active, usual):
@@ -112,9 +112,9 @@ def _link_faults(gpu: GpuState, all_gpus: Sequence[GpuState]) -> Iterator[Fault]
     text = f"{gpu.links_active} of its NVLinks are active, {usual} on the others"
     # Cards with bridges: a pair without one is not broken.
     if gpu.links_active or gpu.fabric is Fabric.COMPLETED:
-        yield Fault(Level.FATAL, "HF506", what, text, "see dmesg for XID 74; reset all GPUs, or reboot the node")
+        yield GpuFault(Level.FATAL, "HF506", what, text, "see dmesg for XID 74; reset all GPUs, or reboot the node")
     else:
-        yield Fault(Level.WARN, "HF506", what, text, "check the NVLink bridges, if there should be one")
+        yield GpuFault(Level.WARN, "HF506", what, text, "check the NVLink bridges, if there should be one")
 
 
 def _usual(values: Sequence[int]) -> int | None:
@@ -129,20 +129,20 @@ def _is_below(value: int | None, other: int | None) -> bool:
     return value is not None and other is not None and value < other
 
 
-def _slow_clocks(gpu: GpuState) -> Iterator[Fault]:
+def _slow_clocks(gpu: GpuState) -> Iterator[GpuFault]:
     what = "GPU clocks"
     by_hardware = [each for each in Slowdown if each in gpu.slowdowns and each in HARDWARE]
     if by_hardware:
         # The general bit is set with each of the others.
         shown = [each.value for each in by_hardware if each is not Slowdown.HARDWARE] or [Slowdown.HARDWARE.value]
         text = f"its clocks are lowered: {listed(shown)}"
-        yield Fault(Level.RETRY, "HF507", what, text, "check its cooling, power supplies and power cables")
+        yield GpuFault(Level.RETRY, "HF507", what, text, "check its cooling, power supplies and power cables")
     elif gpu.celsius is not None and gpu.celsius_slowdown and gpu.celsius >= gpu.celsius_slowdown:
         text = f"{gpu.celsius} °C, and its clocks are lowered from {gpu.celsius_slowdown} °C"
-        yield Fault(Level.RETRY, "HF507", what, text, "check its cooling")
+        yield GpuFault(Level.RETRY, "HF507", what, text, "check its cooling")
     elif Slowdown.SOFTWARE_THERMAL in gpu.slowdowns:
         text = "the driver lowers its clocks, because it is warm"
-        yield Fault(Level.WARN, "HF507", what, text, "check its cooling")
+        yield GpuFault(Level.WARN, "HF507", what, text, "check its cooling")
 
 
 HARDWARE = (Slowdown.HARDWARE, Slowdown.HARDWARE_THERMAL, Slowdown.POWER_BRAKE)

@@ -38,7 +38,7 @@ NO_ANSWER = re.compile(r"^(|N/A|\[.*\]|Requested functionality.*|Unknown Error|E
 """Texts of nvidia-smi for a value that the driver does not report."""
 
 RECOVERIES = dict(enumerate(Recovery))
-"""By the numbers of NVML_GPU_RECOVERY_ACTION_*."""
+"""The actions by the numbers of NVML_GPU_RECOVERY_ACTION_*."""
 RECOVERY_NAMES = {
     "None": Recovery.NONE,
     "Reset": Recovery.RESET,
@@ -46,7 +46,7 @@ RECOVERY_NAMES = {
     "Drain P2P": Recovery.DRAIN_P2P,
     "Drain and Reset": Recovery.DRAIN_AND_RESET,
 }
-"""By nvidia-smi's words."""
+"""The actions by nvidia-smi's words."""
 FABRICS = dict(enumerate(Fabric))
 SLOWDOWNS = {
     0x04: Slowdown.POWER_CAP,
@@ -55,7 +55,7 @@ SLOWDOWNS = {
     0x40: Slowdown.HARDWARE_THERMAL,
     0x80: Slowdown.POWER_BRAKE,
 }
-"""By the bits of nvmlClocksEventReason*."""
+"""The reasons by the bits of nvmlClocksEventReason*."""
 SLOWDOWN_NAMES = {
     "sw_power_cap": Slowdown.POWER_CAP,
     "hw_slowdown": Slowdown.HARDWARE,

@@ -131,7 +131,7 @@ class MachineState(Struct, frozen=True, kw_only=True):
     """All GPUs and ports of one machine. The defaults describe a machine without any."""
 
     source: str = ""
-    """Where the GPUs were read: `NVML`, `nvidia-smi`, `sysfs`; empty: there are none."""
+    """The source of the GPUs: `NVML`, `nvidia-smi`, `sysfs`; empty: there are none."""
     driver: str = ""
     gpus: tuple[GpuState, ...] = ()
     error: str = ""
@@ -170,7 +170,7 @@ class FullMeasure(Struct, frozen=True, kw_only=True):
     reduce: ReduceMeasure | None = None
     reduce_without_p2p: ReduceMeasure | None = None
     error: str = ""
-    """Why nothing was measured."""
+    """The reason why nothing was measured; empty: it was."""
 
 
 def visible_gpus(gpus: tuple[GpuState, ...], visible: str | None) -> tuple[GpuState, ...]:

@@ -69,7 +69,7 @@ Profile = Mapping[str, str]
 """The traits of a node that are known, by name."""
 
 
-class Difference(Struct, frozen=True):
+class NodeDifference(Struct, frozen=True):
     """One node differs from most of the others."""
 
     node: str
@@ -115,7 +115,7 @@ def _one(values: list[str | None]) -> str | None:
     return listed(known) if known and None not in values else None
 
 
-def differences(profiles: Mapping[str, Profile]) -> list[Difference]:
+def differences(profiles: Mapping[str, Profile]) -> list[NodeDifference]:
     """The differences of all nodes, in the order of the nodes and of the traits."""
     values: dict[tuple[str, str], list[str]] = {}
     for own in profiles.values():
@@ -134,7 +134,7 @@ def differences(profiles: Mapping[str, Profile]) -> list[Difference]:
             value, (common, who) = own[trait.name], usual[trait.name, _group(trait, own)]
             if common and _differs(trait, value, common):
                 has, others = trait.words.format(value=value), trait.words.format(value=common)
-                found.append(Difference(node, trait.name, f"has {has}, {who} {others}", trait.weight))
+                found.append(NodeDifference(node, trait.name, f"has {has}, {who} {others}", trait.weight))
     return found
 
 

@@ -24,6 +24,7 @@ from holdfast.doctor import (
     warn,
 )
 from holdfast.doctor.majority import NODES_MIN, Weight, differences
+from holdfast.doctor.slow_pairs import judge
 from holdfast.text import is_loopback, listed
 
 PAIRS_NAMED_MAX = 16
@@ -222,11 +223,21 @@ def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
     if slow:
         shown = listed([f"{arrow(check, way)} {rate(bytes_s)}" for way, bytes_s in slow], 4)
         fix = "look for a link at a lower speed (ethtool), a wrong MTU, or others' traffic"
-        yield warn("HF564", what, f"{shown} (median of all: {rate(usual)})", fix)
+        yield warn("HF564", what, f"{shown} (median of all: {rate(usual)}){blamed(check, measured)}", fix)
     else:
         worst = min(measured, key=lambda pair: pair[1])
         why = f"{rate(usual)} by one connection, at least {rate(worst[1])} ({arrow(check, worst[0])})"
         yield passed("HF564", what, why)
+
+
+def blamed(check: JointCheck, measured: list[tuple[Way, float]]) -> str:
+    """The node that is slow with all others, in words; empty: none is."""
+    rates: dict[tuple[int, int], float] = {}
+    for way, bytes_s in measured:
+        pair = min(way.start, way.link.to), max(way.start, way.link.to)
+        rates[pair] = min(bytes_s, rates.get(pair, bytes_s))
+    nodes = [check.came[each.nodes[0]] for each in judge(rates, BANDWIDTH_ODD_FACTOR) if not each.is_link]
+    return f"; {listed(nodes)} {'is' if len(nodes) == 1 else 'are'} slow with all others" if nodes else ""
 
 
 def clocks(check: JointCheck) -> Iterator[DoctorFinding]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from holdfast.doctor.device_events import DeviceEvent
-from holdfast.doctor.majority import Difference, Weight, differences
+from holdfast.doctor.majority import NodeDifference, Weight, differences
 from holdfast.extensions.health.messages import Checked, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.protocol.extension import (
     Announce,
@@ -96,7 +96,7 @@ class AtCoordinator(CoordinatorExtension):
             orders += [*self._park(name, message.generation, f"it {reason}"), ToNode(name, Differs())]
         return orders
 
-    def _reports(self, found: list[Difference], known: Mapping[str, object]) -> list[Order]:
+    def _reports(self, found: list[NodeDifference], known: Mapping[str, object]) -> list[Order]:
         """Report the differences that are new."""
         orders: list[Order] = []
         now = {(each.node, each.trait): each for each in found}

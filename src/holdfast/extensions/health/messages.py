@@ -31,7 +31,7 @@ class Checked(Struct, frozen=True, tag="checked"):
     nodes: Count
     """Number of nodes of that generation."""
     traits: Words
-    """By the names of doctor/majority.py."""
+    """Values by the names of doctor/majority.py."""
 
 
 class DeviceSeen(Struct, frozen=True, tag="device"):
