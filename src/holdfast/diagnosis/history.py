@@ -529,6 +529,13 @@ def _incident(event: Event) -> Occurrence | None:
             return of_job(what="node leaves", text=f"{_host(event)}: {event['reason']}")
         case "coordinator.parked":
             return here(what="parked", text=f"{_host(event)}: {event['reason']}")
+        case "coordinator.device" if event["severe"]:
+            return here(what="device", text=f"{event['text']} on {event['device']} of node {_host(event)}")
+        case "coordinator.node_differs" if event["slows"]:
+            return here(what="node differs", text=f"{_host(event)} {event['text']}")
+        case "gpu_memory" if event["left_bytes"]:
+            left = ", ".join(f"{bytes_ >> 20} MiB on {gpu}" for gpu, bytes_ in event["left_bytes"].items())
+            return here(what="GPU memory", text=f"{left} still in use {event['seconds']:.0f} s after the workers' end")
         case "coordinator.excluded":
             return of_job(what="excluded", text=f"{event['host']} for {event['for_s']:g} s")
         case "coordinator.hang":
