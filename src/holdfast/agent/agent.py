@@ -255,7 +255,7 @@ class Agent:
     _suspended_s: float | None
     """The time at which the workers were suspended, because the coordinator does not answer; None: they run."""
     _suspended_lately_s: float
-    """For how long they were suspended although answers came, less the share of the time that is allowed (s)."""
+    """The time for which they were suspended although answers came, less the share of all time that is allowed (s)."""
     _counted_s: float
     """The time until which that was counted: when the newest answer came."""
     _too_slow: bool
