@@ -107,7 +107,8 @@ class AtCoordinator(CoordinatorExtension):
                 continue
             host = self._host(each.node)
             text = self._reported[key] = f"{host} {each.text}"
-            about = {"member": each.node, "trait": each.trait, "text": each.text, "slows": each.weight is Weight.SLOWS}
+            about = {"member": each.node, "generation": self.job.generation, "trait": each.trait, "text": each.text}
+            about["slows"] = each.weight is Weight.SLOWS
             orders.append(Note("node_differs", about))
             if each.weight is Weight.SLOWS:
                 orders.append(Announce(text))
@@ -115,8 +116,8 @@ class AtCoordinator(CoordinatorExtension):
 
     def _device(self, now: float, member: str, message: DeviceSeen) -> list[Order]:
         text = DeviceEvent(message.device, message.text, message.severe).on(self._host(member))
-        about = {"member": member, "device": message.device, "text": message.text, "severe": message.severe}
-        note = Note("device", about)
+        about = {"member": member, "generation": self.job.generation, "device": message.device, "text": message.text}
+        note = Note("device", {**about, "severe": message.severe})
         if not message.severe:
             return [note]
         self._devices.append(DeviceFault(text, now - message.age_s))
