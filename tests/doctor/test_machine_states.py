@@ -20,6 +20,7 @@ from holdfast.doctor.machine_state import (
     Recovery,
     Slowdown,
     Virtual,
+    used_gpus,
     visible_gpus,
 )
 from tests.support.fake_nvml import FakeNvml
@@ -216,6 +217,14 @@ def test_ports_are_read_and_one_without_a_subnet_manager_is_reported(tmp_path: P
 def test_gpus_that_workers_do_not_use_are_left_out(visible: str | None, indices: list[int]) -> None:
     gpus = tuple(GpuState(index=index, uuid=f"GPU-{letter}") for index, letter in enumerate("abc"))
     assert [gpu.index for gpu in visible_gpus(gpus, visible)] == indices
+
+
+def test_amds_variables_choose_amds_gpus_alone() -> None:
+    gpus = (GpuState(index=0), GpuState(index=1))
+    environ = {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    assert used_gpus(MachineState(source="sysfs", gpus=gpus), environ) == (gpus[1],)
+    assert used_gpus(MachineState(source="NVML", gpus=gpus), environ) == (gpus[0],)
+    assert used_gpus(MachineState(source="sysfs", gpus=gpus), {}) == gpus
 
 
 def test_a_software_power_cap_is_no_fault() -> None:

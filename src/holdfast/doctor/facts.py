@@ -163,7 +163,7 @@ ERROR_CHARS_MAX = 400
 ANSWER_BYTES_MAX = 256 * 1024
 REAP_S_MAX = 2.0
 
-PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_")
+PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "HIP_", "ROCR_", "MASTER_", "PYTORCH_")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
 """Prefixes and whole names of variables that matter to a training job."""
 

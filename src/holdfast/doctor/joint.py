@@ -44,7 +44,7 @@ from holdfast.doctor.joint_server import (
     decode_from_server,
     why_no_reduce,
 )
-from holdfast.doctor.machine_state import visible_gpus
+from holdfast.doctor.machine_state import used_gpus
 from holdfast.doctor.majority import profile
 from holdfast.doctor.probe import ProbeServer, Reducer, probe_all
 from holdfast.protocol.errors import (
@@ -305,7 +305,7 @@ class CheckClient:
     def _summary(self, facts: LocalFacts) -> Summary:
         torch, seen = facts.torch, self._connection.local_address
         ours = [each for each in facts.interfaces if seen in each.addresses and each.name != "lo"]
-        gpus = visible_gpus(facts.machine.gpus, facts.variables.get("CUDA_VISIBLE_DEVICES"))
+        gpus = used_gpus(facts.machine, facts.variables)
         return Summary(
             host=facts.host,
             python=facts.python,

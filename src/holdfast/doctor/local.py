@@ -23,7 +23,7 @@ from holdfast.doctor import (
     warn,
 )
 from holdfast.doctor.gpu_full import judge_full
-from holdfast.doctor.machine_state import GpuState, visible_gpus
+from holdfast.doctor.machine_state import used_gpus
 from holdfast.linux import VIRTUAL
 from holdfast.protocol.time_outs import TimeOut, inversions
 from holdfast.text import is_loopback, listed
@@ -275,11 +275,11 @@ def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    yield from gpu_rules.gpu_health(facts.machine, used_gpus(facts))
+    yield from gpu_rules.gpu_health(facts.machine, used_gpus(facts.machine, facts.variables))
 
 
 def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    yield from gpu_rules.gpu_use(used_gpus(facts))
+    yield from gpu_rules.gpu_use(used_gpus(facts.machine, facts.variables))
 
 
 def gpu_full_test(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -289,11 +289,6 @@ def gpu_full_test(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 def network_ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
     yield from gpu_rules.port_health(facts.machine.ports)
-
-
-def used_gpus(facts: LocalFacts) -> tuple[GpuState, ...]:
-    """The GPUs that workers see."""
-    return visible_gpus(facts.machine.gpus, facts.variables.get("CUDA_VISIBLE_DEVICES"))
 
 
 def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:

@@ -6,6 +6,7 @@ Rules take None for no fault (gpu_rules.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 from msgspec import Struct
@@ -173,8 +174,18 @@ class FullMeasure(Struct, frozen=True, kw_only=True):
     """The reason why nothing was measured; empty: it was."""
 
 
+def used_gpus(state: MachineState, environ: Mapping[str, str]) -> tuple[GpuState, ...]:
+    """The GPUs that workers with this environment see, in their order."""
+    names = ("CUDA_VISIBLE_DEVICES",) if state.source != "sysfs" else VISIBLE
+    return visible_gpus(state.gpus, next((environ[name] for name in names if name in environ), None))
+
+
+VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""Variables that choose GPUs; NVIDIA's driver knows the last one alone."""
+
+
 def visible_gpus(gpus: tuple[GpuState, ...], visible: str | None) -> tuple[GpuState, ...]:
-    """The GPUs that workers use with this CUDA_VISIBLE_DEVICES; None: it is not set.
+    """The GPUs that workers use with this value of such a variable; None: none is set.
 
     A faulty GPU that no worker uses keeps no node from training. What cannot be resolved leaves all of them.
     """

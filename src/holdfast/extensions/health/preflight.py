@@ -31,8 +31,8 @@ from holdfast.doctor.local import (
     open_files,
     processes,
     shared_memory,
-    used_gpus,
 )
+from holdfast.doctor.machine_state import VISIBLE, used_gpus
 from holdfast.doctor.majority import profile
 from holdfast.protocol.options import RunOptions
 
@@ -63,7 +63,9 @@ async def check_node(options: RunOptions, host: str) -> Preflight:
         facts = await _quick_facts(options, host)
         found = [finding for check in QUICK for finding in check(facts)]
     speeds = [each.speed_mbit_s for each in facts.interfaces if each.name == facts.default_interface]
-    traits = profile(facts.machine, used_gpus(facts), speeds[0] if speeds else 0) | full_traits(facts.gpu_test)
+    traits = profile(
+        facts.machine, used_gpus(facts.machine, facts.variables), speeds[0] if speeds else 0
+    ) | full_traits(facts.gpu_test)
     used = {gpu.index: gpu.memory_used_bytes for gpu in facts.machine.gpus if gpu.memory_used_bytes is not None}
     return Preflight(tuple(finding for finding in found if finding.level is not Level.PASS), traits, used)
 
@@ -74,7 +76,7 @@ async def _quick_facts(options: RunOptions, host: str) -> LocalFacts:
     paths = [path for path in (options.logs.log_dir, temporary) if path]
     state, shm, *others = await asyncio.gather(machine_state(), *map(folder, ("/dev/shm", *paths)))
     machine = await run_detached(lambda: machine_facts(host, ""))  # it loads psutil, and reads many files
-    visible = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+    visible = {name: os.environ[name] for name in VISIBLE if name in os.environ}
     return structs.replace(
         machine, nproc=options.nproc, machine=state, shm=shm, folders=tuple(others), variables=visible
     )

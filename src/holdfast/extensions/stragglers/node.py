@@ -9,7 +9,7 @@ from collections.abc import Callable
 from holdfast.detached import run_detached
 from holdfast.doctor.device_events import clock_text
 from holdfast.doctor.machine_reader import has_gpus, read_machine
-from holdfast.doctor.machine_state import MachineState, visible_gpus
+from holdfast.doctor.machine_state import MachineState, used_gpus
 from holdfast.extensions.stragglers.messages import TEXT_CHARACTERS_MAX, GpuClocks, ReadClocks
 from holdfast.runtime.node_extension import Node, NodeExtension, Send
 
@@ -41,7 +41,7 @@ class OnNode(NodeExtension):
                 state = await run_detached(self._read_state)
         except TimeoutError:  # a driver that hangs: the straggler is known all the same
             return
-        gpus = visible_gpus(state.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        gpus = used_gpus(state, os.environ)
         for rank, local_rank in message.ranks.items():
             if local_rank < len(gpus):
                 gpu = gpus[local_rank]
