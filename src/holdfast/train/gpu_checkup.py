@@ -180,7 +180,7 @@ def reduce(kind: str, rank: int, ranks: int, port: int) -> dict[str, float]:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the one that measures is gone: nobody else would."""
+    """The kernel kills this process when the one that measures is gone: nobody else would."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
