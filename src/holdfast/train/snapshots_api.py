@@ -33,6 +33,7 @@ from holdfast.protocol.errors import (
     IntervalError,
     ReplicasDifferError,
     SnapshotError,
+    SnapshotIncompleteError,
     SnapshotWriteError,
     TrackingError,
 )
@@ -497,7 +498,12 @@ class Snapshots:
         durable = any(self._peers.all_gather(leaves or not readable))
         pending = self._at_safe_point is WherePending.HERE
         if self._save(self._saving, durable=durable, pending=pending) and durable:
-            self._wait(self._saving)
+            try:
+                self._wait(self._saving)
+            except SnapshotIncompleteError:
+                # Of an earlier save, for which a lost rank's part never came: this state has to reach the disk.
+                self._save(self._saving, durable=True, pending=pending)
+                self._wait(self._saving)
 
     def _begin(self, peers: Peers, tier: Tier) -> Saving:
         """Begin to count steps, and make the object that saves."""

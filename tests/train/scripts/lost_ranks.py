@@ -80,5 +80,5 @@ def step_is_done(step: int, weights: Iterable[torch.Tensor]) -> None:
         file.write(f"{step} {World.size} {digest(weights)}\n")
 
 
-def end(**found: Any) -> None:
-    (FOLDER / f"end.{LOCAL_RANK}").write_text(json.dumps(found))
+def end(name: str | None = None, **found: Any) -> None:
+    (FOLDER / f"end.{LOCAL_RANK if name is None else name}").write_text(json.dumps(found))
