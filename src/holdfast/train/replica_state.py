@@ -16,7 +16,6 @@ Knows the tracked objects. Knows nothing of process groups.
 from __future__ import annotations
 
 import contextlib
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,9 @@ from holdfast.train.state import Tracker
 class ReplicaState:
     """The state of this rank after its last step, in a world in which each part is on several ranks."""
 
-    def __init__(self, tracker: Tracker, place: str, uninterrupted: threading.RLock) -> None:
-        """`place`: a folder in memory that outlives this process. `uninterrupted`: a lock under which the main thread
-        is not interrupted."""
-        self._tracker, self._uninterrupted = tracker, uninterrupted
+    def __init__(self, tracker: Tracker, place: str) -> None:
+        """`place`: a folder in memory that outlives this process."""
+        self._tracker = tracker
         with contextlib.suppress(OSError):  # that of the world before: steps may be done again with other numbers
             Path(RandomRecord.path(place)).unlink()
         self._boundary = Boundary(tracker, place)
@@ -46,13 +44,7 @@ class ReplicaState:
             self._hooks.enter_context(noted_forward(model, self._boundary.forward_done))
         self._boundary.mark(tracker.state, begins=True)
         self.stepping = False
-        """Whether an optimizer has begun to step since the last step was complete."""
-
-    def note_stepping(self) -> None:
-        """An optimizer of the tracked models begins to step."""
-        if not self.stepping:
-            with self._uninterrupted:
-                self.stepping = True
+        """Whether an optimizer of the tracked models has begun to step since the last step was complete."""
 
     def mark(self) -> None:
         """A step is complete."""
@@ -73,12 +65,12 @@ class ReplicaState:
         self._boundary.objects.close()
 
 
-def replica_state(tracker: Tracker, place: str, world: int, uninterrupted: threading.RLock) -> ReplicaState | None:
+def replica_state(tracker: Tracker, place: str, world: int) -> ReplicaState | None:
     """The state of this rank, if living ranks can have all of it when one is lost; None: they cannot."""
     replicated = world > 1 and all(_has_replicas(model) for model in tracker.models)
     if not (replicated and place) or unknown_objects(tracker.others):
         return None
-    return ReplicaState(tracker, place, uninterrupted)
+    return ReplicaState(tracker, place)
 
 
 def _has_replicas(model: nn.Module) -> bool:
