@@ -397,6 +397,25 @@ def test_no_step_is_lost_where_each_part_has_a_living_replica(
     same_training(ends, reference)
 
 
+def test_no_step_is_lost_if_one_replica_has_its_gradients_and_others_do_not(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks 0 and 2 have the first shards, 1 and 3 the second. Rank 0 is killed before its optimizer, when 2 has all
+    its gradients, and 1 waits for those of 3: rank 2 must not step."""
+    monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
+    case = {"world": [0, 1, 2, 3], "kind": "hsdp", "plain": True, "memory": 100, "nothing of its own": True}
+    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
+    faults = [[0, "gradients", 5, 2]]
+    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=faults, late=[3, 5]) as agent:
+        replaced(agent, 0, world=[0, 1, 2, 3])
+        ends = finished(agent, tmp_path / "lost", [0, 1, 2, 3])
+    assert agent.said("refuse") == set()
+    assert lost_steps(agent) == {2: 0}
+    same_training(ends, reference)
+
+
 OTHERS = {
     "tensor parallel, compiled": {"kind": "tensor", "compiled": True},
     "FSDP2, compiled": {"compiled": True},

@@ -168,9 +168,13 @@ class GenerationCalls:
 
     def leave_if_cut(self) -> None:
         """Raise Released if the function has to be left at once."""
-        release = self.channel.released
-        if release is not None and release.cut:
+        if self.is_cut():
             raise Released
+
+    def is_cut(self) -> bool:
+        """Whether a rank was lost, so that the function has to be left at once."""
+        release = self.channel.released
+        return release is not None and release.cut
 
     def _at_safe_point(self, rank: Rank) -> None:
         """Handle the order to all ranks to stop after this step. Raises Released if they only regroup."""

@@ -33,6 +33,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import secrets
 import sys
 import time
 import weakref
@@ -47,13 +49,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.linux import boot_id
 from holdfast.protocol.errors import MadeBeforeError, ProcessGroupError
 from holdfast.train import torch_private
 from holdfast.train.agent_channel import AgentChannel, Release, is_replacement
+from holdfast.train.agreement import Peers
 from holdfast.train.carrying import check_function, is_sharded, name_of, used_by, why_data_stay
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
-from holdfast.train.generation_calls import GenerationCalls, RegroupReport
+from holdfast.train.generation_calls import GenerationCalls, RegroupReport, Released
 from holdfast.train.group import ProcessGroup
 from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
@@ -115,6 +119,8 @@ class Remaker:
         """The state after the last complete step; None: a loss loses parts of it, or there is no model yet."""
         self._checked = False
         """Whether the function was checked."""
+        self._resumed = 0
+        """The number of states that were taken in this world: each has its messages in the store."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -209,6 +215,7 @@ class Remaker:
         self._enter()
 
     def _enter(self) -> None:
+        self._resumed = 0
         peers = self._calls.enter(self._calls.channel.await_go())
         forget_previous_end()
         self._spare = peers is None
@@ -258,6 +265,19 @@ class Remaker:
             self.withdraw("states are not in memory, from which the ranks could go on")
         elif not self._snaps._options.replicas_differ:
             self._replicas = replica_state(tracker, self._snaps.memory_place, self._calls.group.world)
+        self._agree_on_steps()
+
+    def _agree_on_steps(self) -> None:
+        """Let the ranks agree on each step before an optimizer changes anything, if all are on one node and have
+        replicas of each part. All ranks call this."""
+        group, replicas, place = self._calls.group, self._replicas, self._snaps.memory_place
+        if group.world == 1:
+            return
+        self._resumed += 1
+        peers = Peers(group.rank, group.world, dist.PrefixStore(f"steps/{self._resumed}", group.store))
+        answers = peers.all_gather([_identity(place) if replicas is not None else "", secrets.token_hex(8)])
+        if replicas is not None and answers[0][0] and all(where == answers[0][0] for where, _ in answers):
+            replicas.agree(os.path.join(place, f"{answers[0][1]}.steps"), group.rank, group.world)
 
     def outlives(self, error: BaseException) -> bool:
         """Whether this process goes on after the error, which is the consequence of a loss."""
@@ -287,9 +307,8 @@ class Remaker:
         optimizers, replicas = self._optimizers, self._replicas
         if optimizers is None or not (id(optimizer) in optimizers.tracked or optimizers.note(optimizer)):
             return
-        if replicas is not None:
-            # No lock: an interruption just before this comes before the optimizer has changed anything.
-            replicas.stepping = True
+        if replicas is not None and not replicas.stepping and not replicas.begin_stepping(self._calls.is_cut):
+            raise Released
 
     # --- what was made before ---------------------------------------------------------------------------------------
 
@@ -317,6 +336,15 @@ def check_not_sharded(
     for name, each in modules:
         if is_sharded(each, recurse=recurse):
             raise _refusal(f"{name}, which is sharded,", function)
+
+
+def _identity(folder: str) -> str:
+    """Names this folder among those of all nodes."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return ""
+    return f"{boot_id()} {found.st_dev}:{found.st_ino}"
 
 
 def _refusal(what: str, function: Callable[..., Any]) -> MadeBeforeError:

@@ -2,7 +2,8 @@
 
 CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, pipeline, ddp, grid: replicas of tensor parallel models), `steps` of
 an epoch, `memory` (steps from one state in memory to the next), `disk` (steps between saves to the disk), `drawn` (dropout),
-`pause_s` (of each step) and `by rank` (rank 0 writes each step into FOLDER/now, and each rank its end into FOLDER/end.RANK).
+`pause_s` (of each step), `late` ([local rank, step]: in this step the rank does its last
+all-reduce after another rank was lost), `plain` (ranks exchange nothing but gradients) and `by rank` (rank 0 writes each step into FOLDER/now, and each rank its end into FOLDER/end.RANK).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lost_ranks import CASE, FOLDER, World, end, reach, row
+from lost_ranks import CASE, FOLDER, LOCAL_RANK, World, end, reach, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +32,8 @@ from holdfast.train import save as saving
 GLOBAL = 12
 STEPS = CASE.get("steps", 8)
 EPOCHS = CASE.get("epochs", 2)
+GRADIENT_EXCHANGES = 3
+"""All-reduces of a rank in a step of HSDP: one for each module that is sharded."""
 
 
 class Now:
@@ -90,6 +93,10 @@ def train_a_step(model: nn.Module, loader: ht.DataLoader[torch.Tensor], rows: to
     """Returns the loss."""
     if CASE.get("kind") == "grid":
         return train_a_step_of_replicas(model, rows, pg)
+    if CASE.get("plain"):
+        loss = model(rows)
+        loss.backward()
+        return float(loss.detach())
     if not isinstance(model, Stage):
         with ht.accumulate(model, loader) as micro:
             micro.backward(model(rows))
@@ -207,6 +214,22 @@ def in_saves() -> None:
     saving.Saving._persist = persisted
 
 
+def come_late(snaps: ht.Snapshots) -> None:
+    """The last exchange of gradients in a step of HSDP is that of the root's shards, with the other replica."""
+    rank, late_step = CASE.get("late", [-1, 0])
+    all_reduce, calls = dist.all_reduce, [0]
+
+    def late(*arguments: Any, **keywords: Any) -> Any:
+        calls[0] += Now.step == late_step
+        if calls[0] == GRADIENT_EXCHANGES:
+            while not snaps._remaker._calls.is_cut():
+                time.sleep(0.002)
+        return all_reduce(*arguments, **keywords)
+
+    if rank == LOCAL_RANK:
+        dist.all_reduce = late
+
+
 def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
     snaps.track(model=model)
     snaps.resume()
@@ -263,6 +286,8 @@ def main() -> None:
         @ht.survive(snaps, ranks=ht.multiple_of(CASE["multiple"]) if "multiple" in CASE else None)
         def train() -> dict[str, Any]:
             World.size = pg.world
+            if not calls:
+                come_late(snaps)
             left = sum(each() is not None for each in older)
             reach("build again" if (FOLDER / "fault.0").exists() else "build", 0)
             if mesh is not None:
