@@ -33,7 +33,7 @@ from holdfast.train.own_objects import unknown_objects
 from holdfast.train.random_numbers import RandomRecord
 from holdfast.train.save import Saving
 from holdfast.train.state import Tracker
-from holdfast.train.step_agreement import Agreed, StepAgreement
+from holdfast.train.step_agreement import StepAgreement, StepEntry
 
 
 class ReplicaState:
@@ -64,9 +64,9 @@ class ReplicaState:
         rank was lost before: then this step is given up. `is_cut`: whether a rank was lost."""
         if self._agreement is not None:
             agreed = self._agreement.enters(self._tracker.state.step + 1, is_cut)
-            if agreed is Agreed.LEFT:
+            if agreed is StepEntry.LEFT:
                 return False
-            if agreed is Agreed.UNKNOWN:
+            if agreed is StepEntry.UNKNOWN:
                 self.end_agreement(lost=False)
         # No lock: an interruption just before this comes before the optimizer has changed anything.
         self.stepping = True

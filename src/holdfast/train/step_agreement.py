@@ -41,7 +41,7 @@ SILENCE_S = 10.0
 """The wait for the others. A program in which ranks step their optimizers at different calls would wait for ever."""
 
 
-class Agreed(Enum):
+class StepEntry(Enum):
     """The result of `StepAgreement.enters`."""
 
     DONE = "done"
@@ -68,7 +68,7 @@ class StepAgreement:
             raise
         self._words = memoryview(self._map).cast("Q")
 
-    def enters(self, step: int, is_cut: Callable[[], bool]) -> Agreed:
+    def enters(self, step: int, is_cut: Callable[[], bool]) -> StepEntry:
         """Announce that this rank has all gradients of this step, and wait until all ranks have. `is_cut`: whether a
         rank was lost, and this world is to be left."""
         words = self._words
@@ -79,7 +79,7 @@ class StepAgreement:
         pause_s, deadline_s = POLL_S_MIN, 0.0
         while words[DECIDED] < step:
             if words[CLOSED] == FOR_GOOD:
-                return Agreed.UNKNOWN
+                return StepEntry.UNKNOWN
             if is_cut():
                 return self._close(step, BY_LOSS)
             now = time.monotonic()
@@ -88,15 +88,15 @@ class StepAgreement:
                 return self._close(step, FOR_GOOD)
             time.sleep(pause_s)
             pause_s = min(POLL_S_MAX, pause_s * 1.5)
-        return Agreed.DONE
+        return StepEntry.DONE
 
-    def _close(self, step: int, why: int) -> Agreed:
+    def _close(self, step: int, why: int) -> StepEntry:
         """Let no step be decided any more, unless another rank has just decided this one."""
         with self._locked():
             if self._words[DECIDED] >= step:
-                return Agreed.DONE
+                return StepEntry.DONE
             self._words[CLOSED] = max(self._words[CLOSED], why)
-        return Agreed.LEFT if why == BY_LOSS else Agreed.UNKNOWN
+        return StepEntry.LEFT if why == BY_LOSS else StepEntry.UNKNOWN
 
     def end(self, *, lost: bool) -> None:
         """Leave the world, since a rank was lost, or since this rank's training is over."""

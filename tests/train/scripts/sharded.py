@@ -275,6 +275,7 @@ def main() -> None:
         stopping = None if CASE.get("nothing of its own") else Stopping()
         older = list[weakref.ref[nn.Module]]()
         torch.manual_seed(1)
+        come_late(snaps)
         before = CASE.get("before")
         loader_before = made_loader((0, 1) if before == "ranks" else None) if before in ("loader", "ranks") else None
         mesh = pg.mesh(shard=-1) if before == "mesh" else None
@@ -286,8 +287,6 @@ def main() -> None:
         @ht.survive(snaps, ranks=ht.multiple_of(CASE["multiple"]) if "multiple" in CASE else None)
         def train() -> dict[str, Any]:
             World.size = pg.world
-            if not calls:
-                come_late(snaps)
             left = sum(each() is not None for each in older)
             reach("build again" if (FOLDER / "fault.0").exists() else "build", 0)
             if mesh is not None:
