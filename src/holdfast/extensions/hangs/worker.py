@@ -216,8 +216,10 @@ def _of_groups(entries: list[tuple[str, dict[str, Any]]], members: dict[str, lis
 
 
 def _group_of(entry: dict[str, Any]) -> str:
-    name, description = entry["process_group"]
-    return str(description) if description == "default_pg" else f"{name} {description}".strip()
+    name, description = map(str, entry["process_group"])
+    if description == "default_pg":
+        return description
+    return f"{name} {'' if description == 'undefined' else description}".strip()  # torch's word for no description
 
 
 def _is_done(backend: str, entry: dict[str, Any]) -> bool:
