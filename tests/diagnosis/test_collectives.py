@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.diagnosis.causes import judge
-from holdfast.diagnosis.collectives import Compared, compared
+from holdfast.diagnosis.collectives import ComparedCollectives, compared
 from holdfast.diagnosis.hangs import examine
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Collective, Finding, Frame, HangKind, RankSample, RankStory
@@ -203,7 +203,7 @@ SMALL = at(6, tensors="[8] float32")
 
 def test_the_first_collective_that_differs_counts_though_ranks_went_on() -> None:
     found = compared({0: begun(9), 1: begun(6), 2: begun(7, {6: SMALL}), 3: begun(6)})
-    assert found == Compared(
+    assert found == ComparedCollectives(
         "rank 2 was at collective 6 all_reduce [8] float32, ranks 0-1, 3 at 6 all_reduce [4096] float32",
         2,
         "called all_reduce [8] float32 as collective 6, and 3 ranks (0-1, 3) all_reduce [4096] float32",
@@ -226,7 +226,7 @@ def test_two_against_two_name_nobody() -> None:
 
 def test_ranks_whose_newest_collectives_do_not_overlap_are_shown_with_them() -> None:
     found = compared({0: begun(40, first=33), 1: begun(12, first=5)})
-    assert found == Compared(
+    assert found == ComparedCollectives(
         "rank 0 was at collective 40 all_reduce [4096] float32, rank 1 at 12 all_reduce [4096] float32"
     )
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 
-_LINE = re.compile(r"^(?:[^\n|]*\| )?\[Gloo\] Rank \d+ is connected to [^\n]*\n", re.MULTILINE)
+_BEGIN = r"\[Gloo\] Rank "
+_PIECES = rf"(?:{_BEGIN}|\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : |\n)*\n"
+_LINES = re.compile(rf"^(?:[^\n|]*\| )?{_BEGIN}{_PIECES}", re.MULTILINE)
+"""gloo writes a line in pieces, and ranks that share a file write between each other's."""
 
 
 def without_gloo_lines(stdout: str) -> str:
     """The output of a program, or of the console, without them."""
-    return _LINE.sub("", stdout)
+    return _LINES.sub("", stdout)

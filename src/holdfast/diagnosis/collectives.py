@@ -116,7 +116,7 @@ def key_of(collective: Collective) -> Key:
 
 
 def keys(stories: Sequence[RankStory]) -> dict[int, Key]:
-    """By rank, the collective of one group in which all its ranks wait; empty: there is no such group, or that is not
+    """The collectives of one group in which all its ranks wait, by rank; empty: there is no such group, or that is not
     known."""
     group = common_group(stories)
     found = {story.rank: collective_of(story, group) for story in members_of(stories, group)}
@@ -133,7 +133,7 @@ def described(collective: Collective) -> str:
 # --- after exceptions -------------------------------------------------------------------------------------------------
 
 
-class Compared(Struct, frozen=True):
+class ComparedCollectives(Struct, frozen=True):
     """The first collective in which ranks differ, or the newest of each, if they do not."""
 
     text: str
@@ -147,7 +147,7 @@ class Compared(Struct, frozen=True):
 CLAUSES_MAX = 4
 
 
-def compared(newest_of: Mapping[int, Sequence[Collective]]) -> Compared | None:
+def compared(newest_of: Mapping[int, Sequence[Collective]]) -> ComparedCollectives | None:
     """Compare the newest collectives that each rank has begun, oldest first; None: nothing is known of any.
 
     Ranks that differ in one collective may have gone on to others, since not every rank waits for all: so the first
@@ -166,10 +166,10 @@ def compared(newest_of: Mapping[int, Sequence[Collective]]) -> Compared | None:
     if not order:
         return None
     begun = {rank: of[max(of)] for rank, of in ranks_of[order[0]].items()}
-    return Compared(_clauses(order[0], begun))
+    return ComparedCollectives(_clauses(order[0], begun))
 
 
-def _first_difference(group: str, ranks: Mapping[int, Mapping[int, Collective]]) -> Compared | None:
+def _first_difference(group: str, ranks: Mapping[int, Mapping[int, Collective]]) -> ComparedCollectives | None:
     for number in sorted({number for of in ranks.values() for number in of}):
         there = {rank: of[number] for rank, of in ranks.items() if number in of}
         counts = Counter(key_of(each) for each in there.values())
@@ -183,7 +183,7 @@ def _first_difference(group: str, ranks: Mapping[int, Mapping[int, Collective]])
             which = f"as collective {number}" + ("" if group == DEFAULT_GROUP else f" of group {group}")
             own, usual = _call(there[odd]), _call(there[others[0]])
             called = f"called {own} {which}, and {plural(len(others), 'rank')} ({spans(others)}) {usual}"
-        return Compared(_clauses(group, there), odd, called)
+        return ComparedCollectives(_clauses(group, there), odd, called)
     return None
 
 

@@ -19,7 +19,7 @@ from holdfast.diagnosis.causes.blame import Blame, blame, first_own, ranked, spe
 from holdfast.diagnosis.causes.exception_text import ExceptionText, is_of_script
 from holdfast.diagnosis.causes.find import SAID_CHARACTERS_MAX, Cause, advice, cause_of
 from holdfast.diagnosis.causes.sizes import is_noticed, other_sizes
-from holdfast.diagnosis.collectives import Compared, compared, newest
+from holdfast.diagnosis.collectives import ComparedCollectives, compared, newest
 from holdfast.diagnosis.places import RankActivity, Where, where_is
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Finding, RankStory
@@ -332,7 +332,7 @@ def _mismatch(evidence: Evidence, noticed: Failure, cause: Cause) -> Verdict:
     return evidence.verdict(cause.code, line, None, cause.advice, noticed_by=noticed)
 
 
-def _compared(evidence: Evidence) -> Compared | None:
+def _compared(evidence: Evidence) -> ComparedCollectives | None:
     """The collectives of all ranks, as torch's flight recorders have them: of those that raised, and of those whose
     samples were taken."""
     sampled = {story.rank: sorted(newest(story), key=lambda each: each.number) for story in evidence.survivors}
