@@ -207,7 +207,10 @@ def fsdp_exchanges(model: Any) -> bool:
     """Whether the next backward pass of an FSDP2 module exchanges gradients. False where torch cannot tell: the guard
     against exchanges in each micro-batch is then silent."""
     with contextlib.suppress(AttributeError):
-        return any(each.reduce_grads for each in model._get_fsdp_state()._fsdp_param_groups)
+        state = model._get_fsdp_state()
+        several = hasattr(state, "_fsdp_param_groups")  # torch 2.9 has one group: None for a module without parameters
+        groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
+        return any(each.reduce_grads for each in groups if each is not None)
     return False
 
 
