@@ -30,6 +30,7 @@ import pytest
 from _pytest.assertion import rewrite
 
 from tests.support import ports
+from tests.support.gloo_lines import without_gloo_lines
 from tests.support.limits import limit_s, slowness
 
 LEAK_GRACE_S = 1.0
@@ -376,7 +377,7 @@ def run_cli() -> RunCli:
         except BaseException:
             _end_group(process)
             raise
-        return Finished(process.returncode, out, err, time.monotonic() - started)
+        return Finished(process.returncode, without_gloo_lines(out), err, time.monotonic() - started)
 
     return run
 

@@ -24,6 +24,7 @@ if __name__ == "__main__":
     import warm_program
 else:
     from tests.support import processor_time
+    from tests.support.gloo_lines import without_gloo_lines
     from tests.support.limits import limit_s
 
 MODULES = (
@@ -86,7 +87,7 @@ class Warm:
         story = f"{arguments}\n--- stdout\n{out}\n--- stderr\n{err}"
         assert ended is not None, f"no end within {limit_s(timeout)} s: {story}"
         processor_time.add(ended["processor_s"])
-        return subprocess.CompletedProcess(arguments, ended["code"], out, err)
+        return subprocess.CompletedProcess(arguments, ended["code"], without_gloo_lines(out), err)
 
     def found(self, *line: str | Path, timeout: float = 110.0) -> Any:
         """The JSON that a script prints. pytest shows its other output if the test fails."""

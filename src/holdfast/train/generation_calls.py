@@ -196,7 +196,9 @@ class GenerationCalls:
         waits for the news of a loss, which may come later than the error."""
         if isinstance(error, Released):
             return True
-        if not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
+        # torch does not know a group that was aborted any more: the next call of the program raises ValueError.
+        forgotten = isinstance(error, ValueError) and self._connection.on_nccl and not dist.is_initialized()
+        if not forgotten and not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
             return False
         if isinstance(error, (torch.OutOfMemoryError, TrackingError, ReplicasDifferError)):
             return False
