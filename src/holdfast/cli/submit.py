@@ -35,6 +35,7 @@ from holdfast.protocol.errors import (
     ScriptError,
     UsageError,
 )
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 
 LOG_POLL_S, JOB_POLL_S = 0.3, 2.0
 """Intervals of polling: neither a shared file system nor Slurm reports changes."""
@@ -581,7 +582,7 @@ def run_id_lines(batch: Batch) -> list[str]:
     own = f"{batch.name}-{batch.chain.removeprefix(CHAIN_MARK)}"
     return [
         "# One id for loggers (W&B, MLflow, TensorBoard) in all jobs of the chain.",
-        f"export HOLDFAST_RUN_ID=${{HOLDFAST_RUN_ID:-{shlex.quote(own)}}}",
+        f"export {RUN_ID_VARIABLE}=${{{RUN_ID_VARIABLE}:-{shlex.quote(own)}}}",
         "",
     ]
 
