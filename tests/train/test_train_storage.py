@@ -44,7 +44,7 @@ def test_torch_loads_what_snapshots_saved(warm: Warm, tmp_path: Path) -> None:
     found = warm.found(SCRIPT, "tracked", tmp_path)
     for name, results in found["loaded"].items():
         for each in results:
-            assert each == {"state": found["saved"][0]["state"], "step": 3}, name
+            assert each == {"state": found["saved"][0]["state"], "step": 3, "has_id": True}, name
 
 
 def test_a_rank_that_fails_commits_nothing(warm: Warm, tmp_path: Path) -> None:
