@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
         from holdfast.cli import submit_k8s
 
         return submit_k8s.main(words[1:])
-    raise UsageError("no scheduler given; write holdfast submit --slurm or holdfast submit --k8s, then the options")
+    raise UsageError("the first word says where to: holdfast submit --slurm … or holdfast submit --k8s … (Kubernetes)")
 
 
 def to_slurm(argv: Sequence[str]) -> int:
