@@ -99,6 +99,10 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        if (torch := sys.modules.get("torch")) is not None:
+            # A test process on each core: more threads spin while they wait for each other (a step of four ranks that
+            # are threads took 4 ms with one thread of torch, and up to a second with two).
+            torch.set_num_threads(1)
 
 
 @pytest.hookimpl(trylast=True)
@@ -395,6 +399,19 @@ def warm() -> Iterator[object]:
     made = Warm()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def trainer_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """Jobs that share an import of torch and of the libraries of trainers, which takes most of their processor time. Tests
+    that use it are in one group. `warm` is free for others meanwhile."""
+    from tests.warm import Warm
+    from tests.warm_jobs import WarmJobs
+
+    own = Warm()
+    with WarmJobs(own, tmp_path_factory.mktemp("jobs"), "accelerate", "lightning", "transformers.trainer") as made:
+        yield made
+    own.close()
 
 
 @pytest.fixture(scope="session")
