@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ import psutil
 import pytest
 
 from holdfast.protocol.errors import EXIT_REQUEUE
-from tests.processes.conftest import Agent, JobFolder, c10d, coordinators_first, holdfast, told
+from tests.processes.conftest import Agent, JobFolder, WarmAgents, c10d, coordinators_first, holdfast, told
 from tests.support.limits import until
-from tests.warm import Warm
-from tests.warm_jobs import Started, WarmJobs
 
 SURVIVOR = Path(__file__).parents[1] / "train" / "scripts" / "survivor.py"
 SHARDED = SURVIVOR.with_name("sharded.py")
@@ -32,21 +30,10 @@ LIMIT_S = 90.0
 pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
 
 
-class WarmAgents:
-    """Agents and fork servers that share an import of torch: what `JobFolder` uses of an AgentServer."""
-
-    def __init__(self, jobs: WarmJobs) -> None:
-        self._jobs = jobs
-
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], _: Path, screen: Path) -> Started:
-        return self._jobs.start("holdfast", "run", *arguments, env=environment, output=screen)
-
-
 @pytest.fixture(scope="module")
-def agent_server(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmAgents]:
+def agent_server(warm_agents: WarmAgents) -> WarmAgents:
     """Where the agents of a job_folder come from."""
-    with WarmJobs(warm, tmp_path_factory.mktemp("jobs")) as made:
-        yield WarmAgents(made)
+    return warm_agents
 
 
 def trained(job_folder: JobFolder, *options: str, faults: Sequence[Sequence[Any]] = (), epochs: int = 2) -> Agent:
