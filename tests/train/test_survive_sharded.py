@@ -15,7 +15,6 @@ import pytest
 from holdfast.train.quarantine import PREVIOUS_END
 from tests.support.limits import until
 from tests.train.test_survival import (
-    REGROUPS,
     WORLD,
     Ends,
     Losses,
@@ -225,12 +224,12 @@ def test_without_an_agent_a_sharded_model_made_before_is_a_plain_call(
     assert "ht.survive: a plain call, because no agent of holdfast started this process" in done.stderr
 
 
-def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+def test_fifty_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "lost").mkdir()
     used: list[list[Used]] = []
     with started(jobs, tmp_path / "lost", SCRIPT, world=[0, 1], epochs=10**6) as agent:
         agent.await_said([0, 1], "able", generation=0)
-        for _ in range(REGROUPS):
+        for _ in range(50):
             shrunk(agent, 0, 1)
             agent.await_said([0, 1], "went_on", generation=agent.generation)
             used.append([Used.by(agent.workers[each].pid) for each in (0, 1)])
