@@ -133,6 +133,8 @@ soak-seeds: $(VENV)/.dev
 	$(BIN)/python -m tests.support.simulator.sweep 0:$(SOAK_SEEDS)
 	$(BIN)/python -m tests.support.simulator.sweep succession 0:$(SOAK_SEEDS)
 	$(BIN)/python -m tests.support.simulator.sweep multiples 0:$(SOAK_SEEDS)
+	$(BIN)/python -m tests.support.simulator.sweep questions 0:$(SOAK_SEEDS)
+	$(BIN)/python -m tests.support.simulator.sweep questions-succession 0:$(SOAK_SEEDS)
 
 soak-chaos: $(VENV)/.dev debian
 	$(BIN)/python -m soak chaos --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED) --launchers $(SOAK_LAUNCHERS)
