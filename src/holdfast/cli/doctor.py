@@ -177,7 +177,11 @@ async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) ->
     known = await facts
     await saying
 
-    rungs = ladder(rdzv.limits, os.environ, gpus=known.torch.gpus > 0, nodes=rdzv.job.max_nodes)
+    from holdfast.supervisor.worker_command import nccl_is_nccl2  # only here
+
+    gpus = known.torch.gpus > 0
+    nccl2 = gpus and nccl_is_nccl2(sys.path, os.environ)
+    rungs = ladder(rdzv.limits, os.environ, gpus=gpus, nodes=rdzv.job.max_nodes, nccl2=nccl2)
     findings = [*examine_facts(known), time_outs(rungs)]
     if joint.check is not None:
         findings += examine_together(joint.check, joint.me)

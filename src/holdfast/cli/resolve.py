@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGQUIT, SIGTERM, SIGWINCH
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -211,7 +212,10 @@ def check_time_outs(
     rdzv: rendezvous.RendezvousOptions, environ: Mapping[str, str], notices: list[str], *, gpus: bool
 ) -> tuple[TimeOut, ...]:
     """The time-outs of the job. Those in the wrong order are named in a notice each."""
-    found = ladder(rdzv.limits, environ, gpus=gpus, nodes=rdzv.job.max_nodes)
+    from holdfast.supervisor.worker_command import nccl_is_nccl2  # most starts do not need it
+
+    nccl2 = gpus and nccl_is_nccl2(sys.path, environ)
+    found = ladder(rdzv.limits, environ, gpus=gpus, nodes=rdzv.job.max_nodes, nccl2=nccl2)
     notices.extend(sentence(each) for each in inversions(found))
     return found
 
