@@ -42,7 +42,9 @@ from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
 from holdfast.train.continued_pass import ContinuedPasses
 from holdfast.train.copies import Copies
+from holdfast.train.device_streams import DeviceStreams
 from holdfast.train.guards import same_loss, watch
+from holdfast.train.overlapping import Overlapping
 from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
@@ -93,6 +95,9 @@ class SnapshotOptions:
     nonfinite: Literal["report", "stop"] = "report"
     """What follows if a parameter or optimizer value in a save to the disk is nan or infinite. "report": rank 0 warns,
     and the snapshot is marked. "stop": all ranks raise NotFiniteError, and nothing is saved."""
+    overlap: bool = True
+    """Whether the copy of a state on GPUs overlaps with the next step. It takes memory of the host as large as this
+    rank's part. `save()`, jobs with `copies=1` and functions in `ht.survive` wait for the copy. False: all saves do."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
@@ -184,6 +189,7 @@ class Snapshots:
         """Whether `holdfast save` has asked for a save, and gradients were pending since then."""
         self._passes: ContinuedPasses | None = None
         self._untracked: UntrackedData | None = None
+        self._streams = DeviceStreams()
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
         self._peers: Peers | None = None
@@ -520,7 +526,10 @@ class Snapshots:
             stops_not_finite=self._options.nonfinite == "stop",
             read_back=self._keep is not None,
         )
-        self._saving = saving = Saving(self._tracker, peers, tier, self._clock, self._taken, rules, self._copies)
+        overlapping = Overlapping(self._streams) if self._options.overlap else None
+        self._saving = saving = Saving(
+            self._tracker, peers, tier, self._clock, self._taken, rules, self._copies, overlapping
+        )
         return saving
 
     def _watch_optimizers(self) -> None:
@@ -679,7 +688,11 @@ class Snapshots:
         self._used = True
         if durable and self._life is not None and not pending:
             self._life.losses.read_all()
-        done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded, pending=pending)
+        # In `ht.survive` a loss may end NCCL's operations half done: then nothing shall be under way.
+        overlaps = not demanded and self._survivor is None
+        done = saving.save(
+            durable=durable, metrics=self._metrics, demanded=demanded, pending=pending, overlaps=overlaps
+        )
         if done.postponed:
             return False
         self._save_wanted = False
@@ -690,7 +703,7 @@ class Snapshots:
         if done.durable:
             self._durable_epoch = self.state.epoch
         if done.durable and self._pruner is not None:
-            self._pruner.begin_after(saving.tier)
+            self._pruner.begin_after(saving)
         return True
 
     def _drain(self, saving: Saving, *, pending: bool) -> None:
@@ -705,9 +718,10 @@ class Snapshots:
 
     def _check_background(self, saving: Saving) -> None:
         """Gather errors of the background, and delete old snapshots if that is due."""
+        saving.advance()
         saving.gather_errors()
         if self._pruner is not None:
-            self._pruner.check(saving.tier)
+            self._pruner.check(saving)
 
     @property
     def _is_in_child(self) -> bool:
@@ -737,6 +751,8 @@ class Snapshots:
             if self._current_tier is not None:
                 ahead = self._schedule.saved_step > self._schedule.durable_step or bool(self._unsaved)
                 last.callback(self._current_tier.close, ahead=ahead)
+                if self._saving is not None:
+                    self._saving.end_copies()
                 try:
                     if self._current_tier.busy:
                         self._current_tier.wait()
@@ -779,6 +795,8 @@ class Snapshots:
             self._life.failed(error, self.state.step)
         self._closed = True
         self._remove_hooks()
+        if self._saving is not None:
+            self._saving.give_up()
         if isinstance(error, ReplicasDifferError) and self._saving is not None:
             self._saving.drop_uncompared()
         if self._current_tier is not None:
