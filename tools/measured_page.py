@@ -35,6 +35,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "warm-memory",
         "executed-reduce",
         "executed-ddp",
+        "compiled-start",
+        "compile-processes",
         "descriptors",
         "ssh",
         "tutorial",

@@ -26,6 +26,9 @@ FOLDER = Path(os.environ.get("GPU_FOLDER", "/tmp"))
 END_S = float(os.environ.get("GPU_END", "inf"))
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 POLL_S = 0.01
+REPORT_S = 4.0
+"""A part that waits for a job gives up so long before its deadline: then it can say what the job has printed."""
+NEVER_S = 1e6
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {
     "holdfast": (sys.executable, "-m", "holdfast.run"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
@@ -81,8 +84,10 @@ class Job:
         return self.until(lambda: found if len(found := self.stamps(name)) >= count else None, f"{count} {name}")
 
     def until(self, condition: Callable[[], T | None], what: str) -> T:
-        """Wait for a value that is not None, or is true. The part's deadline is the limit."""
+        """Wait for a value that is not None, or is true. Raises RuntimeError a moment before the part's deadline."""
         while not (found := condition()):
+            if left_s() < REPORT_S:
+                raise RuntimeError(f"no {what} within the part's time\n{self.tail()}")
             if self.process.poll() is not None and not (found := condition()):
                 raise RuntimeError(f"ended with {self.process.returncode} before {what}\n{self.tail()}")
             if found:
@@ -92,7 +97,11 @@ class Job:
 
     def end(self) -> None:
         """Wait for the job's end. Raises RuntimeError unless its exit code is 0."""
-        if (code := self.process.wait()) != 0:
+        try:
+            code = self.process.wait(min(max(0.0, left_s() - REPORT_S), NEVER_S))
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"no end within the part's time\n{self.tail()}") from None
+        if code != 0:
             raise RuntimeError(f"exit code {code}\n{self.tail()}")
 
     def tail(self) -> str:
@@ -124,7 +133,7 @@ def launched(
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(min(20.0, max(0.0, left_s() - REPORT_S / 2)))
             process.kill()
             process.wait()
 

@@ -233,11 +233,11 @@ def test_without_memory_of_the_host_training_waits_for_the_copy(tmp_path: Path, 
     device = DeviceDouble(at_random(6))
     device.memory_max = 0
     job = Job(tmp_path, device, tier)
-    with job.snaps:
-        for _ in range(3):
-            job.train(1, forward=device.run)
-            device.run()
-        assert "no memory for copies from the GPU" in job.snaps._saving._overlapping.off  # type: ignore[union-attr]
+    with pytest.warns(RuntimeWarning, match="saves wait for the GPU: the host has no memory"):
+        job.train(1)
+    device.run()
+    job.train(2)
+    job.snaps.close()
     assert sorted(tier.kept) == [1, 2, 3]
 
 
@@ -265,8 +265,11 @@ def test_a_parameter_that_the_program_changes_itself_ends_the_overlap(
     with pytest.warns(RuntimeWarning, match=dropped):
         settled(job, lambda: job.train(1, forward=forward))
     assert not tier.kept
-    assert job.snaps._saving._overlapping.off  # type: ignore[union-attr]
-    job.snaps._abandon()
+    taken = list(job.device.taken)
+    job.train(1)
+    job.snaps.close()
+    assert sorted(tier.kept) == [4], "saves go on, and wait"
+    assert job.device.taken == taken
 
 
 def test_a_step_without_hooks_ends_the_overlap(tmp_path: Path, tier: Recorded) -> None:
@@ -277,7 +280,7 @@ def test_a_step_without_hooks_ends_the_overlap(tmp_path: Path, tier: Recorded) -
     with pytest.warns(RuntimeWarning, match="the copy of step 2 was dropped"):
         settled(job, job.snaps.step)
     assert not tier.kept
-    job.snaps._abandon()
+    job.snaps.close()
 
 
 def test_the_option_overlap_false_takes_no_memory_for_copies(tmp_path: Path, tier: Recorded) -> None:

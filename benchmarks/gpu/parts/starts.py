@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from benchmarks.gpu.measuring import LAUNCHERS, ON_GPU, launched, left_s, note
+from benchmarks.gpu.measuring import LAUNCHERS, ON_GPU, launched, left_s, note, say
 
 REPEAT = 3 if ON_GPU else 1
 ONE_S = 20.0
@@ -30,6 +30,9 @@ def main() -> None:
             if used := job.stamps("used"):
                 lost = (used["1"] - used["0"]) / 2**20
                 taken.setdefault(f"{launcher}: device memory in use, restart beside start", []).append(lost)
+            for name, values in taken.items():
+                if name.startswith(launcher):
+                    say(f"{name}, {len(values)}", f"{values[-1]:.3f}")  # what was measured before a hang counts
     for name, values in taken.items():
         note(f"{name}, median of {len(values)}", median(values), "MiB" if "memory" in name else "s")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from stamping import DEVICE, RANK, stamp, synchronize
+from stamping import DEVICE, ON_GPU, RANK, stamp, synchronize
 from torch import nn
 
-layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)) for _ in range(4)]
+BLOCKS = 4 if ON_GPU else 1
+layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)) for _ in range(BLOCKS)]
 model = nn.Sequential(*layers).to(DEVICE)
 optimizer = torch.optim.Adam(model.parameters())
 step = torch.compile(lambda inputs: model(inputs).square().mean())

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.linux import check_memory
 from holdfast.protocol.errors import SnapshotWriteError
 from holdfast.train.copying import copy_alike
 from holdfast.train.device_streams import DeviceStreams, Event
@@ -62,15 +64,16 @@ class HostMemory:
 
     def take(self, sizes_bytes: Sequence[int], enough: Callable[[], bool]) -> None:
         """Take the memory for these sizes, until the caller has enough. An error comes again in `pieces`."""
-        whole = sum(-(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for each in sizes_bytes)
-        with contextlib.suppress(RuntimeError):
-            for number in range(-(-whole // BLOCK_BYTES)):
+        with contextlib.suppress(RuntimeError, OSError):
+            for number in range(self._check(sizes_bytes)):
                 if enough():
                     return
                 self._block(number)
 
     def pieces(self, sizes_bytes: Sequence[int]) -> list[list[torch.Tensor]]:
-        """For each of these sizes its bytes: one piece, or a few. Raises RuntimeError if there is too little memory."""
+        """For each of these sizes its bytes: one piece, or a few. Raises RuntimeError or OSError if there is too little
+        memory."""
+        self._check(sizes_bytes)
         pieces: list[list[torch.Tensor]] = []
         at = 0
         for size_bytes in sizes_bytes:
@@ -84,6 +87,15 @@ class HostMemory:
             at = -(-at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             pieces.append(mine)
         return pieces
+
+    def _check(self, sizes_bytes: Sequence[int]) -> int:
+        """The number of blocks that these sizes need. Raises OSError if the host lacks memory for them: a process that
+        takes it nevertheless would be killed later, or another one."""
+        whole = sum(-(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for each in sizes_bytes)
+        blocks = -(-whole // BLOCK_BYTES)
+        if missing := max(0, blocks - len(self._blocks)):
+            check_memory(missing * BLOCK_BYTES)
+        return blocks
 
     def _block(self, number: int) -> torch.Tensor:
         while len(self._blocks) <= number:
@@ -274,9 +286,10 @@ class Overlapping:
         copy = StateCopy(self._streams, watched=watched, compared=compared)
         try:
             copy.begin([places[number] for number in away], [sources[number] for number in away], self._memory)
-        except RuntimeError as error:  # torch raises it if the host's memory cannot be taken
+        except (RuntimeError, OSError) as error:  # RuntimeError is torch's
             copy.give_up()
-            self.off = f"there is no memory for copies from the GPU: {error}"
+            self.off = f"the host has no memory for copies from the GPU: {error}"
+            warnings.warn(f"holdfast: saves wait for the GPU: {self.off}", RuntimeWarning, stacklevel=2)
             return None, everything
         return copy, sorted(set(everything) - set(away))
 

@@ -336,8 +336,7 @@ class Saving:
             self._overlapping.stop()
 
     def _land(self, landing: _Landing, arrival: Arrival) -> SnapshotError | None:
-        """Commit the state, and hand it over if it goes to the disk. Returns the error, which is noted as well; None:
-        there was none."""
+        """Commit the state, and hand it over if it goes to the disk. Returns the error; None: there was none."""
         self._landing = None
         failure: SnapshotError | None = None
         match arrival:
@@ -351,7 +350,8 @@ class Saving:
         if failure is None and landing.persist is not None:
             self._persist(landing.persist)
         elif failure is not None:
-            self.errors.append(failure)
+            if arrival is not Arrival.TORN or landing.persist is not None:  # otherwise the warning is enough
+                self.errors.append(failure)
             if landing.persist is not None:
                 changes.refuse(landing.persist, str(failure))  # otherwise rank 0 would wait for this rank's part
         return failure
@@ -751,6 +751,8 @@ class Saving:
             return Staged.STAGED
         if (failure := self._land(self._landing, self._landing.copy.finish())) is None:
             return Staged.STAGED
+        if failure not in self.errors:  # the copy had parts of two steps: another thread trains? Once more, with a wait
+            return self._stage(collected, metrics, wait=wait, overlaps=False)
         self.errors.remove(failure)
         raise failure
 

@@ -526,7 +526,9 @@ class Snapshots:
             stops_not_finite=self._options.nonfinite == "stop",
             read_back=self._keep is not None,
         )
-        overlapping = Overlapping(self._streams) if self._options.overlap else None
+        parameters = (each for model in self._tracker.models for each in model.parameters())
+        away = self._options.overlap and any(map(self._streams.on_device, parameters))
+        overlapping = Overlapping(self._streams) if away else None
         self._saving = saving = Saving(
             self._tracker, peers, tier, self._clock, self._taken, rules, self._copies, overlapping
         )
