@@ -39,7 +39,8 @@ def measure_processes(launcher: Launcher, folder: Path) -> Sample:
     with launched(launcher, flags, "compiled_steps.py", folder, extra=own) as (process, _):
         deadline = time.monotonic() + LIMIT_S
         while process.poll() is None and time.monotonic() < deadline:
-            most = max(most, sum(map(_compiles, descendants(process.pid))))
+            with suppress(OSError):  # a process has just ended
+                most = max(most, sum(map(_compiles, descendants(process.pid))))
             time.sleep(10 * POLL_S)
     if process.returncode != 0 or len(stamps(folder, "third")) != RANKS:
         raise BenchmarkError(f"exit code {process.returncode}: {tail(folder)}")
