@@ -31,10 +31,11 @@ def main() -> int:
             continue
         print(f"{row.name}: {row.title}", file=sys.stderr, flush=True)
         results.append(run_row(row, options.repeat, lambda text: print(text, file=sys.stderr, flush=True)))
+        if not options.no_write:  # now: a later row may fail, or be interrupted
+            for path in report.write(results[-1:], about):
+                print(f"written: {path}", flush=True)
     print("\n" + report.table(results) + report.errors(results))
     if not options.no_write:
-        for path in report.write(results, about):
-            print(f"written: {path}")
         print("`make fmt` makes docs/measured.md from these files")
     return 0 if all(result.kept(metric) is not False for result in results for metric in result.row.metrics) else 1
 

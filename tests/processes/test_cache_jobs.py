@@ -29,6 +29,7 @@ def test_a_second_job_compiles_nothing_again(job_folder: JobFolder, tmp_path: Pa
     for _ in range(2):
         agent = job_folder.ends(0, "--standalone", "--preload", "none", "--cache-dir", caches, script)
         (bounded,) = agent.events("caches_bounded")
+        assert [event["event"] for event in agent.events()][:2] == ["begins", "caches"]
         assert (bounded["whole"], bounded["bytes"] > 0) == (True, True), bounded
     first, second = job_folder.wait(2, "hits")
     assert (first["hits"], first["misses"]) == (0, 1)
@@ -40,4 +41,5 @@ def test_a_folder_into_which_others_may_write_starts_nothing(job_folder: JobFold
     (tmp_path / "caches").chmod(0o777)
     agent = job_folder.ends(2, "--standalone", "--cache-dir", tmp_path / "caches", job_folder.script("note('ran')"))
     assert "HF145" in agent.text
+    assert [event["event"] for event in agent.events()] == ["begins", "ended"]
     assert job_folder.wait(0, "ran") == []

@@ -49,6 +49,8 @@ class Job:
     """Ranks that do as they are told, forked from one process that has imported torch."""
 
     def __init__(self) -> None:
+        self.busy: set[int] = set()
+        """Ranks that were given an order and have not said that it is over."""
         self.board = Board(WORLD)
         common = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environments = [
@@ -76,11 +78,15 @@ class Job:
         ]
 
     def tell(self, rank: int, word: str) -> None:
+        self.busy.add(rank)
         self.ranks[rank].orders.write(f"{word}\n".encode())
         assert self.hear(rank) == "doing"
 
     def hear(self, rank: int) -> str:
-        return self._line(self.ranks[rank].answers)
+        answer = self._line(self.ranks[rank].answers)
+        if answer == "ok":
+            self.busy.discard(rank)
+        return answer
 
     @staticmethod
     def _line(stream: FileIO) -> str:
@@ -159,15 +165,28 @@ class Job:
         self.board.close()
 
 
-@pytest.fixture(scope="module")
-def job() -> Iterator[Job]:
-    """One for all tests: after each the ranks are where they were."""
+@contextlib.contextmanager
+def new_job() -> Iterator[Job]:
     made = Job()
     try:
         assert [made.hear(rank) for rank in range(WORLD)] == ["up"] * WORLD
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="module")
+def shared_job() -> Iterator[Job]:
+    """One for all tests: after each the ranks are where they were."""
+    with new_job() as made:
+        yield made
+
+
+@pytest.fixture
+def job(shared_job: Job) -> Iterator[Job]:
+    """The shared one; another one after a test that failed before the ranks were free again."""
+    with new_job() if shared_job.busy else contextlib.nullcontext(shared_job) as made:
+        yield made
 
 
 HANGS = {

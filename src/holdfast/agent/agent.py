@@ -237,6 +237,7 @@ class Agent:
     _local: bool
     """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
     _listens: int
+    """The port at which this agent listens, as in Join. The shell reports it with Dialed."""
     _known_term: int
     """The newest term that this node knows, as in Join; the shell reports it with Dialed."""
     _unlinked_s: float
@@ -253,9 +254,10 @@ class Agent:
     Means something while `current` is not confirmed."""
     _suspended_s: float | None
     """The time at which the workers were suspended, because the coordinator does not answer; None: they run."""
-    _stood_s: float
+    _suspended_lately_s: float
+    """The time for which they were suspended although answers came, less the share of all time that is allowed (s)."""
     _counted_s: float
-    """The time for which they were suspended lately although answers came, as of the newest answer (s)."""
+    """The time until which that was counted: when the newest answer came."""
     _too_slow: bool
     """Answers take too long here: no worker is suspended. Never taken back."""
 
@@ -294,7 +296,7 @@ class Agent:
         self._lease = Lease(limits.fence_s, limits.ping_interval_s, confirmed_s=now, ping_at_s=now)
         self._unconfirmed_fence_at_s = inf
         self._suspended_s = None
-        self._stood_s, self._counted_s = 0.0, now
+        self._suspended_lately_s, self._counted_s = 0.0, now
         self._too_slow = False
         self.leaving = None
         self._leave_by_s = inf
@@ -601,12 +603,12 @@ class Agent:
         """Answers that take too long would suspend the workers again and again, or for ever: join again as an agent
         that suspends none. As long as the coordinator has this link it relies on it, so the workers start again."""
         passed_s, self._counted_s = now - self._counted_s, now
-        stood_s = 0.0 if self._suspended_s is None else min(passed_s, now - self._suspended_s)
-        self._stood_s = max(0.0, self._stood_s + stood_s - SUSPENDED_SHARE * passed_s)
-        if self._stood_s <= SUSPENDED_S_MAX or self._too_slow:
+        suspended_s = 0.0 if self._suspended_s is None else min(passed_s, now - self._suspended_s)
+        self._suspended_lately_s = max(0.0, self._suspended_lately_s + suspended_s - SUSPENDED_SHARE * passed_s)
+        if self._suspended_lately_s <= SUSPENDED_S_MAX or self._too_slow:
             return
         self._too_slow = True
-        self._note("suspends_no_more", suspended_s=round(self._stood_s, 3))
+        self._note("suspends_no_more", suspended_s=round(self._suspended_lately_s, 3))
         text = (
             "the coordinator's answers take too long: this node's workers start again, and are not suspended any more"
         )

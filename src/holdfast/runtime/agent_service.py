@@ -44,10 +44,10 @@ from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Recei
 from holdfast.coordinator.ending import Judge
 from holdfast.detached import run_detached
 from holdfast.journal import JOURNAL_NAME, Journal
-from holdfast.protocol.errors import EXIT_FAILURE, ProtocolError
+from holdfast.protocol.errors import EXIT_FAILURE, HoldfastError, ProtocolError
 from holdfast.protocol.messages import Answer, Extended, FromAgent, FromCoordinator, Waiting
 from holdfast.protocol.options import RunOptions
-from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
+from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import JobView
 from holdfast.run_folder import RunFolder
@@ -162,7 +162,7 @@ async def _run_job(
     try:
         service = AgentService(options, supervisor, judge, folder, console, router, journal, host, load, extensions)
         try:
-            service.extensions.begin(options)
+            service.begin()
             outcome = await _outcome(service, journal, folder)
             if signal.SIGINT not in supervisor.ignored and (task := asyncio.current_task()) is not None:
                 # Python's own KeyboardInterrupt is lost where it meets an import or a finalizer.
@@ -287,11 +287,22 @@ class AgentService:
         self._dialing: asyncio.Task[None] | None = None
         self._troubles = Troubles(console.say, self._loop.time)
 
+    def begin(self) -> None:
+        """Begin the journal, and the extensions that are there from the start. Raises the HoldfastError of one that
+        cannot do what the options ask for: nothing was started then."""
+        options = self._options
+        self._journal.write(
+            "begins", member=self._node.member, run_id=options.job.run_id, endpoint=options.meeting_point
+        )
+        try:
+            self.extensions.begin(options)
+        except HoldfastError as error:
+            refused = Outcome(kind=OutcomeKind.REFUSED, exit_code=error.exit_code, code=error.code, message=str(error))
+            _write_end(self._journal, refused)
+            raise
+
     async def run(self) -> Outcome:
         machine, extensions = self._machine, self.extensions
-        self._journal.write(
-            "begins", member=self._node.member, run_id=self._options.job.run_id, endpoint=self._options.meeting_point
-        )
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             worker_group = WorkerGroup(
