@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 from benchmarks.gpu import packages, results
@@ -78,6 +80,17 @@ def test_what_is_missing_and_not_in_the_folder_of_wheels_ends_the_campaign_in_on
     first = done.stderr.splitlines()[0]
     assert first.startswith("make gpu: no-such-package-of-holdfast: not installed from ")
     assert first.endswith("run `make gpu-wheels` where there is a network")
+
+
+def test_what_only_a_gpu_runs_can_be_compiled() -> None:
+    """Nobody notices otherwise: the scripts in these tests are texts, and run on no machine of ours."""
+    scripts = [path.read_text() for path in (packages.ROOT / "benchmarks" / "gpu").rglob("*.py")]
+    for path in (packages.ROOT / "tests" / "gpu").glob("*.py"):
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        scripts += [textwrap.dedent(each) for each in texts if isinstance(each, str) and "\n    import " in each]
+    assert sum("init_process_group" in each or "process_group(" in each for each in scripts) > 3
+    for each in scripts:
+        compile(each, "script", "exec")
 
 
 def test_the_device_names_the_files_of_the_results() -> None:
