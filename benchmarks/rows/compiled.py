@@ -7,12 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.harness import HOLDFAST, POLL_S, BenchmarkError, Launcher, Metric, Row, Sample, launched, stamps, tail
-from benchmarks.rows.idle import descendants
 
 RANKS = 8
 LIMIT_S = 600.0
-COMPILES = b"compile_worker"
+WORKER = b"compile_worker"
 """In the command lines of torch's processes that compile, and of the one of each rank that starts them."""
+COMPILER, COMPILER_WITHIN = b"cc1plus", 100
+"""The name of the program that compiles C++ for g++, at the begin of its command line."""
 
 
 def measure_caches(launcher: Launcher, folder: Path) -> Sample:
@@ -32,25 +33,42 @@ def measure_caches(launcher: Launcher, folder: Path) -> Sample:
 
 
 def measure_processes(launcher: Launcher, folder: Path) -> Sample:
-    """The most processes that compile at one moment."""
-    most = 0
+    """The most processes that compile at one moment: torch's own, and compilers of C++."""
+    workers = compilers = 0
     own = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "kernels"), "OMP_NUM_THREADS": "1"}
     flags = ["--standalone", "--nproc-per-node", str(RANKS)]
     with launched(launcher, flags, "compiled_steps.py", folder, extra=own) as (process, _):
         deadline = time.monotonic() + LIMIT_S
         while process.poll() is None and time.monotonic() < deadline:
-            with suppress(OSError):  # a process has just ended
-                most = max(most, sum(map(_compiles, descendants(process.pid))))
-            time.sleep(10 * POLL_S)
+            lines = [line for line in map(_command, _descendants(process.pid)) if line]
+            workers = max(workers, sum(WORKER in line for line in lines))
+            compilers = max(compilers, sum(COMPILER in line[:COMPILER_WITHIN] for line in lines))
+            time.sleep(5 * POLL_S)
     if process.returncode != 0 or len(stamps(folder, "third")) != RANKS:
         raise BenchmarkError(f"exit code {process.returncode}: {tail(folder)}")
-    return {"processes": float(most)}
+    return {"of torch": float(workers), "compilers": float(compilers)}
 
 
-def _compiles(pid: int) -> bool:
+def _command(pid: int) -> bytes:
     with suppress(OSError):
-        return COMPILES in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _descendants(root: int) -> list[int]:
+    """The processes below `root`, by their parents. Compilers come and go: one that is gone is left out."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(path.read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        fresh = children.get(todo.pop(), [])
+        found += fresh
+        todo += fresh
+    return found
 
 
 ROWS = (
@@ -69,7 +87,10 @@ ROWS = (
     Row(
         name="compile-processes",
         title=f"{RANKS} ranks compile on one node: processes that compile",
-        metrics=(Metric("processes", "", value_max=8, digits=0, summary=max),),
+        metrics=(
+            Metric("of torch", "", value_max=8, digits=0, summary=max),
+            Metric("compilers", "", value_max=8, digits=0, summary=max),
+        ),
         measure=measure_processes,
         repeat={HOLDFAST.name: 1, "torchrun": 1},
         group="compiled",

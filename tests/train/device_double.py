@@ -101,6 +101,9 @@ class DeviceDouble(DeviceStreams):
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.dim() > 0
 
+    def use(self, device: torch.device) -> None:
+        assert device.type == "cpu"
+
     def memory(self, size_bytes: int) -> torch.Tensor:
         if sum(self.taken) + size_bytes > self.memory_max:
             raise RuntimeError("CUDA error: out of memory")

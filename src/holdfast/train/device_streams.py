@@ -32,6 +32,11 @@ class DeviceStreams:
         """Whether the tensor is in the memory of a GPU."""
         return bool(tensor.is_cuda)
 
+    def use(self, device: torch.device) -> None:
+        """Let the thread that calls this work with this device. CUDA would take the first GPU for a new thread, and a
+        context there costs hundreds of megabytes, on a GPU that may be another rank's."""
+        torch.cuda.set_device(device)
+
     def memory(self, size_bytes: int) -> torch.Tensor:
         """Memory of the host that a GPU can write to while nothing waits. Raises RuntimeError."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)

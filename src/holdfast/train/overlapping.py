@@ -62,9 +62,11 @@ class HostMemory:
         self._streams = streams
         self._blocks: list[torch.Tensor] = []
 
-    def take(self, sizes_bytes: Sequence[int], enough: Callable[[], bool]) -> None:
-        """Take the memory for these sizes, until the caller has enough. An error comes again in `pieces`."""
+    def take(self, sizes_bytes: Sequence[int], device: torch.device, enough: Callable[[], bool]) -> None:
+        """Take the memory for these sizes, in a thread of its own, until the caller has enough. An error comes again in
+        `pieces`."""
         with contextlib.suppress(RuntimeError, OSError):
+            self._streams.use(device)
             for number in range(self._check(sizes_bytes)):
                 if enough():
                     return
@@ -177,7 +179,8 @@ class StateCopy:
 
     def _fill(self) -> None:
         try:
-            for end in self._ends.values():
+            for device, end in self._ends.items():
+                self._streams.use(device)
                 while not end.query():
                     if self._given_up.wait(LOOK_S):
                         return
@@ -251,13 +254,12 @@ class Overlapping:
         """Begin to take the memory for these tensors in the background: training would wait for it in the first
         save."""
         self.stop()
-        sizes = [each.nbytes for each in sources if self._is_away(each)]
-        if not sizes or self.off:
+        away = [each for each in sources if self._is_away(each)]
+        if not away or self.off:
             return
         self._enough.clear()
-        self._taking = threading.Thread(
-            target=self._memory.take, args=(sizes, self._enough.is_set), name="holdfast-pin", daemon=True
-        )
+        given = ([each.nbytes for each in away], away[0].device, self._enough.is_set)
+        self._taking = threading.Thread(target=self._memory.take, args=given, name="holdfast-pin", daemon=True)
         self._taking.start()
 
     def stop(self) -> None:
