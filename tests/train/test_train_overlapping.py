@@ -97,7 +97,7 @@ class Job:
         self.model = Net()
         self.optimizer = Stepping(self.model.parameters(), device)
         self.snaps = ht.Snapshots(folder, **{"every": None, "memory_every": 1, "keep": None, **options})
-        self.snaps._streams = device
+        self.snaps._streams_of_device = lambda: device
         self.state = self.snaps.track(model=self.model, optimizer=self.optimizer)
         self.snaps.resume()
 

@@ -45,7 +45,7 @@ CHANGED = "parameters or optimizer states were changed outside of an optimizer's
 
 
 class Arrival(Enum):
-    """How far a copy is."""
+    """The state of a copy."""
 
     UNDER_WAY = "under way"
     THERE = "there"
@@ -73,8 +73,7 @@ class HostMemory:
                 self._block(number)
 
     def pieces(self, sizes_bytes: Sequence[int]) -> list[list[torch.Tensor]]:
-        """For each of these sizes its bytes: one piece, or a few. Raises RuntimeError or OSError if there is too little
-        memory."""
+        """Memory for each of these sizes: one piece, or a few. Raises RuntimeError or OSError if there is too little."""
         self._check(sizes_bytes)
         pieces: list[list[torch.Tensor]] = []
         at = 0
@@ -191,7 +190,7 @@ class StateCopy:
             self._over.set()
 
     def advance(self) -> Arrival:
-        """How far it is. This does not wait; call it when a step is complete."""
+        """Return its state, without a wait. Call it when a step is complete."""
         self._look()  # no optimizer has stepped with a hook: a replayed graph, or none stepped at all
         return self._arrival() if self._over.is_set() else Arrival.UNDER_WAY
 

@@ -148,6 +148,9 @@ class Snapshots:
     Use it as a context manager; otherwise it is closed when the process ends. Raises IntervalError, RetentionError,
     SnapshotURLError."""
 
+    _streams_of_device: Callable[[], DeviceStreams] = DeviceStreams
+    """Makes what copies from GPUs; tests put a double in its place."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -189,7 +192,6 @@ class Snapshots:
         """Whether `holdfast save` has asked for a save, and gradients were pending since then."""
         self._passes: ContinuedPasses | None = None
         self._untracked: UntrackedData | None = None
-        self._streams = DeviceStreams()
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
         self._peers: Peers | None = None
@@ -526,9 +528,10 @@ class Snapshots:
             stops_not_finite=self._options.nonfinite == "stop",
             read_back=self._keep is not None,
         )
+        streams = self._streams_of_device()
         parameters = (each for model in self._tracker.models for each in model.parameters())
-        away = self._options.overlap and any(map(self._streams.on_device, parameters))
-        overlapping = Overlapping(self._streams) if away else None
+        away = self._options.overlap and any(map(streams.on_device, parameters))
+        overlapping = Overlapping(streams) if away else None
         self._saving = saving = Saving(
             self._tracker, peers, tier, self._clock, self._taken, rules, self._copies, overlapping
         )
