@@ -73,7 +73,7 @@ class HostMemory:
                 self._block(number)
 
     def pieces(self, sizes_bytes: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Memory for each of these sizes: one piece, or a few. Raises RuntimeError or OSError if there is too little."""
+        """Memory for each of these sizes, in a few pieces. Raises RuntimeError or OSError if there is too little."""
         self._check(sizes_bytes)
         pieces: list[list[torch.Tensor]] = []
         at = 0
