@@ -126,7 +126,7 @@ def test_a_spare_ends_with_the_others_though_a_replacement_is_about_to_join(job_
     agent = job_folder.start(*line, job_folder.folder, json.dumps(case))
     until((job_folder.folder / "fault.1").exists, lambda: agent.text, LIMIT_S)
     (job_folder.folder / "go on after 0").touch()
-    until(lambda: left([agent]), lambda: agent.text, LIMIT_S)
+    until(lambda: safe_point_is_agreed([agent]), lambda: agent.text, LIMIT_S)
     (job_folder.folder / "go on after 8").touch()
     assert agent.end(LIMIT_S) == 0, agent.text
     assert len(list(agent.folder.glob("attempt_*"))) == 1

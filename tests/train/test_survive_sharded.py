@@ -24,6 +24,7 @@ from tests.train.test_survival import (
     leave_nothing,
     lost_steps,
     ready,
+    replaced,
     shrunk,
     started,
     undisturbed,
