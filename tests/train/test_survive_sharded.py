@@ -390,11 +390,8 @@ def test_no_step_is_lost_if_one_replica_has_its_gradients_and_others_do_not(
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
     case = {"world": [0, 1, 2, 3], "kind": "hsdp", "plain": True, "memory": 100, "nothing of its own": True}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
-    faults = [[0, "gradients", 5, 2]]
-    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=faults, late=[3, 5]) as agent:
-        replaced(agent, 0, world=[0, 1, 2, 3])
-        ends = finished(agent, tmp_path / "lost", [0, 1, 2, 3])
-    assert agent.said("refuse") == set()
+    losses = [[0, "gradients", 5, 2]]
+    agent, ends = with_replacements(jobs, tmp_path / "lost", SCRIPT, losses, **case, late=[3, 5])
     assert lost_steps(agent) == {2: 0}
     same_training(ends, reference)
 
