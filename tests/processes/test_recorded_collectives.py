@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from holdfast.diagnosis.causes import judge
 from holdfast.diagnosis.hangs import examine
 from holdfast.protocol.board_layout import BOARD_VARIABLE
+from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Finding, HangKind, RankStory
 from holdfast.supervisor.board import Board
+from holdfast.supervisor.evidence import read_error_file
 from holdfast.supervisor.stack_sampler import StackSampler
 from holdfast.supervisor.worker_command import BOOTSTRAP
 from tests.support.limits import limit_s, until
@@ -74,6 +78,9 @@ class Jobs:
         self._process = subprocess.Popen(
             line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._output, text=True, bufsize=1
         )
+        self._folder = folder
+        self._number = 0
+        """Number of cases so far."""
         self._pids: list[int] = []
 
     def _say(self, line: str) -> str:
@@ -82,11 +89,15 @@ class Jobs:
         self._process.stdin.write(f"{line}\n")
         return self._process.stdout.readline()
 
-    def hung(self, case: str) -> Finding:
-        """The finding about this case, once it is a hang."""
+    def _start(self, case: str) -> None:
         for rank in range(WORLD):
             self.board.clear(rank)
+        self._number += 1
         self._pids = [int(pid) for pid in self._say(case).split()]
+
+    def hung(self, case: str) -> Finding:
+        """The finding about this case, once it is a hang."""
+        self._start(case)
         found: list[Finding] = []
 
         def hangs() -> bool:
@@ -96,8 +107,31 @@ class Jobs:
         try:
             until(hangs, lambda: str(found), 60)
         finally:
-            assert self._say("") == "gone\n"
+            assert self._say("kill")
         return found[0]
+
+    def verdict(self, case: str) -> Verdict:
+        """The verdict on the ranks of this case, which end by themselves."""
+        self._start(case)
+        number = self._number - 1
+        codes = [int(code) for code in self._say("wait").split()]
+        failures = []
+        for rank, code in enumerate(codes):
+            recorded = read_error_file(f"{self._folder}/error{number}.{rank}")
+            bare = Failure(rank=rank, local_rank=rank, host=f"node{rank}", pid=self._pids[rank], exit_code=code)
+            failures.append(
+                structs.replace(
+                    bare,
+                    error_type=recorded.error_type,
+                    message=recorded.message,
+                    traceback=recorded.traceback,
+                    collective=recorded.collective,
+                    tensors=recorded.tensors,
+                    collectives=recorded.collectives,
+                    stderr_tail=(self._folder / f"stderr{number}.{rank}").read_text()[-4096:],
+                )
+            )
+        return judge(Evidence(generation=1, restarts=0, failures=tuple(failures), lost_nodes=(), gave_up=""))
 
     async def _look(self) -> Finding:
         sampler = StackSampler(self.board, generation=1, rank_of=int)
@@ -142,6 +176,39 @@ def test_the_collective_of_a_rank_that_calls_another_one_is_shown(jobs: Jobs, ca
     expected = MISMATCHED[case]
     assert own.partition(" (collective_rank.py:")[0] == f"rank 2 on node2 is at collective {expected[0]}"
     assert others.partition(" (collective_rank.py:")[0] == expected[1]
+
+
+OF_GROUP = "at group 1's collective 1"
+IN_GROUPS = {
+    "of_three_all_reduce/of_three_broadcast": ("HF244", f"rank 2 on node2 is {OF_GROUP} broadcast [1]"),
+    "of_three_all_reduce/of_three_asleep": ("HF240", f"ranks 1 and 3 are {OF_GROUP} all_reduce [16]"),
+    "of_two_all_reduce/of_two_asleep": ("HF240", f"rank 3 on node3 is {OF_GROUP} all_reduce [16]"),
+}
+"""Code, and the beginning of the line. Ranks outside of the group wait in a barrier, or sleep."""
+
+
+@pytest.mark.parametrize("case", IN_GROUPS)
+def test_in_a_smaller_group_no_rank_outside_of_it_is_named(jobs: Jobs, case: str) -> None:
+    finding = jobs.hung(case)
+    code, begins = IN_GROUPS[case]
+    assert (finding.code, finding.culprits) == (code, (ODD,)), finding
+    assert finding.collectives.startswith(begins)
+
+
+RAISED = {
+    "all_reduce/small_all_reduce": "ranks 0-1, 3 were at collective 6 all_reduce [4096] float32",
+    "all_gather/small_all_gather": "ranks 0-1, 3 were at collective 6 all_gather [4] float32",
+    "small_all_reduce/all_reduce": "rank 2 was at collective 6 all_reduce [4096] float32, ranks ",
+}
+"""What the ranks say that were not aborted: rank 2 in the first two cases, and one of its victims in the third."""
+
+
+@pytest.mark.parametrize("case", RAISED)
+def test_the_verdict_on_other_sizes_has_the_number_of_the_collective(jobs: Jobs, case: str) -> None:
+    verdict = jobs.verdict(case)
+    assert (verdict.code, verdict.culprit and verdict.culprit.rank) == ("HF225", ODD), verdict
+    assert verdict.collectives.startswith(RAISED[case])
+    assert "at 6 all_reduce [8] float32" in verdict.collectives or verdict.collectives == RAISED[case]
 
 
 def test_the_exception_that_a_rank_handles_while_it_waits_in_a_collective_is_shown(jobs: Jobs) -> None:

@@ -34,6 +34,12 @@ def test_one_node_has_no_lease_and_the_cpu_no_watchdog() -> None:
     assert [each.wait for each in ladder(Limits(), {}, gpus=False, nodes=1)] == [Rung.HANG, Rung.GROUP]
 
 
+def test_nccl2_has_no_watchdog_that_ends_a_process() -> None:
+    rungs = ladder(Limits(), {WATCHDOG: "120"}, gpus=True, nodes=1, nccl2=True)
+    assert [each.wait for each in rungs] == [Rung.HANG, Rung.GROUP]
+    assert list(inversions(rungs)) == []
+
+
 def test_a_hang_that_is_ended_before_the_lease_is_over_is_named() -> None:
     limits = Limits(lease_s=312.0, fence_s=208.0)
     (only,) = found(limits)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.protocol.options import CommandKind, WorkerCommand
-from holdfast.supervisor.worker_command import backends_text, node_versions
+from holdfast.supervisor.worker_command import backends_text, nccl_is_nccl2, node_versions
 from holdfast.version import __version__
 
 TORCH = "from typing import Optional\n__all__ = []\n__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\ngit_version = 'x'\n"
@@ -106,7 +106,10 @@ def test_which_backend_nccl_is(tmp_path: Path, cuda: str, source: str, environ: 
     (tmp_path / "torch" / "version.py").write_text(version)
     (tmp_path / "torch" / "distributed" / "distributed_c10d.py").write_text(source)
     assert backends_text(["/nowhere", str(tmp_path)], environ) == text
+    if cuda != "None":
+        assert nccl_is_nccl2(["/nowhere", str(tmp_path)], environ) == ("which is nccl2" in text)
 
 
 def test_without_torch_no_backend_is_named() -> None:
     assert backends_text(["/nowhere"], {}) == ""
+    assert not nccl_is_nccl2(["/nowhere"], {})

@@ -263,3 +263,21 @@ def test_a_module_that_is_no_library_hides_none_and_what_is_imported_from_a_libr
     assert "hides" not in facts_for(f"{place}AttributeError: module 'utils_of_mine' has no attribute 'f'", 1)
     whole = "ImportError: cannot import name 'f' from 'random' (/usr/lib/python3/dist-packages/random.py)"
     assert "hides" not in facts_for(place + whole, 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "count"),
+    [
+        ([["default_pg", 6, "all_reduce", "[8] float32", False, False, [[0, 1, 1]]]], 1),
+        ([["default_pg", 6, "all_reduce"]] * 100, 64),
+        ([["default_pg", -1, "all_reduce"]], 0),
+        ([["default_pg", 6, "all_reduce", "", False, False, [[0, 1, 0]]]], 0),
+        ("6", 0),
+        (None, 0),
+    ],
+)
+def test_collectives_in_an_error_file_are_read_if_they_are_ones(tmp_path: Path, written: Any, count: int) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": {"message": "a.B: text", "extraInfo": {"recorded_collectives": written}}}))
+    found = read_error_file(str(path))
+    assert (found.message, len(found.collectives)) == ("a.B: text", count)

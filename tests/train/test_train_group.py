@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -10,6 +11,7 @@ import re
 import sys
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
-from holdfast.train import guards, mistakes
+from holdfast.train import guards, mistakes, torch_private
 from holdfast.train.data import GlobalBatch, Share
 from holdfast.train.group import GroupConnection, ProcessGroup, _destroy
 from holdfast.train.guards import guarded
@@ -118,6 +120,48 @@ def test_a_group_on_nccl_that_was_aborted_can_be_left(monkeypatch: pytest.Monkey
         groups.abort()
     _destroy(ProcessGroup(0, 2, 0, torch.device("cpu"), None, connection))
     assert groups.aborted == 1
+
+
+class GroupOnNccl2:
+    """A group on nccl2 with a batch of operations under way, which its abort ends."""
+
+    def __init__(self) -> None:
+        self.in_batch = True
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.in_batch = False
+        self.aborts += 1
+
+    def start_coalescing(self) -> None:
+        if self.in_batch:
+            raise RuntimeError("startCoalescing called while a batch is already active")
+
+
+def test_groups_on_nccl2_are_aborted_though_a_batch_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_abort_process_group` of torch 2.15 aborts within a batch of its own."""
+    c10d = dist.distributed_c10d
+    groups = [GroupOnNccl2(), GroupOnNccl2()]
+    forgotten = []
+
+    @contextlib.contextmanager
+    def batch(group: GroupOnNccl2, device: object = None) -> Iterator[None]:
+        group.start_coalescing()
+        yield
+
+    def abort() -> None:
+        with c10d._coalescing_manager(groups[0], "cuda"):
+            for each in groups:
+                each.abort()
+        forgotten.append(True)
+
+    monkeypatch.setattr(c10d, "_coalescing_manager", batch)
+    monkeypatch.setattr(c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(torch_private, "all_groups", lambda: groups)
+    torch_private.abort_groups()
+    assert forgotten == [True]
+    assert all(each.aborts for each in groups)
+    assert c10d._coalescing_manager is batch
 
 
 def test_half_an_environment_is_named(no_launcher) -> None:

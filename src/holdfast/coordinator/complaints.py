@@ -33,10 +33,12 @@ ProcessGroupNCCL::abortProcess."""
 CLOSED = re.compile(
     r"^[\w.]*(?:ConnectionResetError|ConnectionAbortedError|BrokenPipeError|EOFError)\b|ncclRemoteError"
     r"|remote process exited|received errors while waiting for send/recv from rank"
+    r"|due to error - (?:nccl hit async error|timeout watchdog detected operation error)"
     r"|gloo/transport/[\s\S]*(?:[Cc]onnection (?:closed|reset) by|[Bb]roken pipe)",
     re.MULTILINE,
 )
-"""Messages of torch and Python when the other side has closed the connection."""
+"""Messages of torch and Python when the other side has closed the connection. `due to error - …` is what the watchdog
+of nccl2 gives ProcessGroupNCCL::abortProcess as reason."""
 NOTICED = re.compile(r"op\.preamble\.length|Detected mismatch between collectives|CollectiveFingerPrint")
 """Messages of checks that find that ranks called different collectives. The rank that runs the check may be right."""
 MODELS_DIFFER = re.compile(r"DDP expects same model across all ranks|appears not to match (?:sizes|strides)")

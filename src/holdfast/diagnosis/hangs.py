@@ -20,7 +20,7 @@ Pure. Called by the extension `hangs`, at the coordinator.
 | all wait for others, in one call                                 | STUCK  | HF241 |        |
 
 Calls are different if the collectives are, where torch's flight recorder has them (diagnosis/collectives.py); else if
-the functions are, by the stacks.
+the functions are, by the stacks. Where it has them, a rank is waited for only by ranks that wait in a group of its own.
 
 PAUSED and `busy` are reported late. `lively` is ended late, and `busy` not while that lasts.
 """
@@ -88,8 +88,10 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
         return (HangKind.PAUSED, ALONE, odd) if stands else (HangKind.PAUSED, "", [])
     if len(odd) == len(ranks):
         return HangKind.PAUSED, "", []
+    waiting = [each for each in ranks if each not in odd]
+    awaited = collectives.awaited([each.story for each in waiting], [each.story.rank for each in odd])
+    odd = [each for each in odd if each.story.rank in awaited]
     if odd:
-        waiting = [each for each in ranks if each not in odd]
         # An evaluation on rank 0 in one long native call: all samples are alike, and yet it must never be ended. If
         # rank 0 does not compute, it is named like any other rank.
         computes = any(each.computes for each in odd)
@@ -97,7 +99,7 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
             return HangKind.MOVING, "", odd
         only_data = all(each.doing is RankActivity.LOADING for each in odd)
         return HangKind.PAUSED if _may_work(odd) else HangKind.HUNG, NO_DATA if only_data else HUNG, odd
-    by_call = _by_call(ranks)
+    by_call = _by_call(waiting)
     if len(by_call) > 1:
         return HangKind.HUNG, MISMATCH, min(by_call.values(), key=len)
     return HangKind.STUCK, STUCK, []
@@ -136,7 +138,8 @@ def _is_tie(code: str, odd: Sequence[Where], others: Sequence[Where]) -> bool:
     """Whether the smallest group is not the only one of its size: then the culprits are unknown."""
     if code != MISMATCH:
         return False
-    groups = _by_call([*odd, *others]).values()
+    waiting = [each for each in (*odd, *others) if each.doing is RankActivity.COMMUNICATING]
+    groups = _by_call(waiting).values()
     return sum(len(group) == len(odd) for group in groups) > 1
 
 
@@ -158,9 +161,10 @@ def _by_call(ranks: Sequence[Where]) -> dict[object, list[Where]]:
     """
     found: dict[object, list[Where]] = {}
     known = collectives.keys([each.story for each in ranks])
-    if known is not None:
-        for key, each in zip(known, ranks, strict=True):
-            found.setdefault(key, []).append(each)
+    if known:
+        for each in ranks:
+            if each.story.rank in known:  # others wait for ranks of that group
+                found.setdefault(known[each.story.rank], []).append(each)
         return found
     calls = {each.call for each in ranks}
     for each in ranks:
@@ -200,8 +204,10 @@ def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
 def _collectives_text(odd: Sequence[Where], others: Sequence[Where]) -> str:
     """`rank 2 is at collective 812 all_reduce [4096] float32 (train.py:42), 3 others at 813 broadcast [1] float32
     (train.py:44)`; empty: it is not known. Of other groups than that in which most ranks wait, nothing is shown."""
-    ranks = [*odd, *others]
-    name = collectives.common_group([each.story for each in ranks])
+    stories = [each.story for each in (*odd, *others)]
+    name = collectives.common_group(stories, {each.story.rank for each in odd})
+    members = {story.rank for story in collectives.members_of(stories, name)}
+    ranks = [each for each in (*odd, *others) if each.story.rank in members]
     found: dict[tuple[bool, str, bool], list[Where]] = {}
     for each in ranks:
         collective = collectives.collective_of(each.story, name)
@@ -214,7 +220,8 @@ def _collectives_text(odd: Sequence[Where], others: Sequence[Where]) -> str:
     verb_is_clear = False
     for (_, what, done), group in groups[: FIRST_PLACES_MAX + OTHER_PLACES_MAX]:
         who = f"{len(group)} others" if clauses and len(group) > 1 else _names(group)
-        who = f"all {len(group)} ranks" if len(group) == len(ranks) > 1 else who
+        if name == collectives.DEFAULT_GROUP and len(group) == len(ranks) > 1:
+            who = f"all {len(group)} ranks"
         number = what if clauses else f"{kind} {what}"
         one, several = ("has done", "have done") if done else ("is at", "are at")
         verb = "at" if verb_is_clear and not done else one if len(group) == 1 else several

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from holdfast.protocol.errors import BindingError
 from holdfast.protocol.policy import JobSpec, Limits
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
     from holdfast.protocol.messages import Assign, Start
@@ -194,6 +195,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """A command that is run on this node before each generation (--health-command); empty: there is none."""
     preflight: str = "off"
     """The checks of this node before its first generation (--preflight): `off`, `quick` or `full`."""
+    watch_devices: bool = False
+    """This machine has GPUs or InfiniBand, whose faults are reported while workers run."""
     health_if_free: bool = False
     """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1
@@ -258,8 +261,8 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": parent.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
     # The default of --rdzv-id is the same for all jobs: it would mix their curves in one run of a logger.
-    if (run_id := parent.get("HOLDFAST_RUN_ID") or options.job.run_id) != RUN_ID_OF_ALL:
-        environment["HOLDFAST_RUN_ID"] = run_id
+    if (run_id := parent.get(RUN_ID_VARIABLE) or options.job.run_id) != RUN_ID_OF_ALL:
+        environment[RUN_ID_VARIABLE] = run_id
     if start.job_uid:
         environment["HOLDFAST_JOB_UID"] = start.job_uid
     if start.before:

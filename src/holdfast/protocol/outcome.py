@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from enum import Enum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_HUNG, EXIT_SIGNAL_BASE, HoldfastError
-from holdfast.protocol.policy import Count, ExitCode, LocalRank, Rank, Seconds, Words
-from holdfast.protocol.rank_progress import Finding, RankStory
+from holdfast.protocol.policy import ITEMS_MAX, Count, ExitCode, LocalRank, Rank, Seconds, Words
+from holdfast.protocol.rank_progress import Collective, Finding, RankStory
 from holdfast.text import visible
 
 TEXT_BYTES_MAX = 16_384
@@ -43,6 +44,9 @@ class Failure(Struct, frozen=True, kw_only=True):
     unknown."""
     tensors: Words = {}
     """Types and shapes of tensors in the script's variables at that moment."""
+    collectives: Annotated[tuple[Collective, ...], Meta(max_length=ITEMS_MAX)] = ()
+    """The newest collectives of each of its process groups when it raised, oldest first, as torch's flight recorder has
+    them; empty: it raised elsewhere, or that is not known."""
     error_file: str = ""
     stderr_file: str = ""
     out_of_memory: bool = False
@@ -145,6 +149,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The hang that was open when it ended."""
     hung: Failure | None = None
     """The worker that caused the hang, with its last known state; None: unknown."""
+    devices: tuple[str, ...] = ()
+    """Severe events of GPUs and network ports around its end: `XID 79 (…) on GPU 3 of node b 0.4 s before`."""
     done: tuple[int, ...] = ()
     """Ranks that had ended with 0."""
     left: tuple[Failure, ...] = ()

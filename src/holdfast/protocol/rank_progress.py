@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.policy import Count, Line, LocalRank, Rank, Seconds
+from holdfast.protocol.policy import RANKS_MAX, Count, Line, LocalRank, Rank, Seconds
 
 
 class Stage(Enum):
@@ -132,6 +132,13 @@ class JobView(Struct, frozen=True, kw_only=True):
     why: str = ""
     """The reason for the end of the last generation; empty: unknown, or there was none."""
     nodes: tuple[NodeView, ...] = ()
+    nodes_min: int = 0
+    """Number of nodes with which the job runs at least; 0: unknown."""
+    nodes_max: int = 0
+    """Number of nodes that the job can use at most; 0: unknown."""
+    nodes_wanted: int = 0
+    """Number of nodes that should exist now: those that it can use, and those that are there but take no part; 0:
+    unknown."""
     notices: tuple[str, ...] = ()
     """Current hangs and stragglers, in words."""
     job_step: int = 0
@@ -199,6 +206,9 @@ class Polling(Enum):
 COLLECTIVES_MAX = 16
 """Limit of the collectives of one worker: two of each process group."""
 COLLECTIVE_CHARACTERS_MAX = 80
+SPANS_MAX = 8
+"""Limit of the spans by which the ranks of a group are described."""
+Step = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 CollectiveText = Annotated[str, Meta(max_length=COLLECTIVE_CHARACTERS_MAX)]
 
 
@@ -216,6 +226,17 @@ class Collective(Struct, frozen=True, array_like=True):
     done: bool = False
     between_two: bool = False
     """It is a send or a receive."""
+    members: Annotated[tuple[tuple[Rank, Rank, Step], ...], Meta(max_length=SPANS_MAX)] = ()
+    """The ranks of its group, as spans of first rank, last rank and step; empty: all ranks, or unknown."""
+
+    def involves(self, rank: int) -> bool:
+        """Whether this rank belongs to its group, as far as that is known."""
+        return not self.members or any(rank in range(first, last + 1, step) for first, last, step in self.members)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of its group; 0: all, or unknown."""
+        return sum(len(range(first, last + 1, step)) for first, last, step in self.members)
 
 
 class RankSample(Struct, frozen=True, array_like=True):

@@ -7,7 +7,8 @@ hang were ended before the lease is over, a lost node would be taken for a hang,
 
 NCCL's watchdog is compared with the hang alone. It ends a process whose watchdog thread makes no progress in a call
 into CUDA or NCCL, and does not count while collectives only wait. So it may be shorter than the process group's
-time-out, as torch's own defaults are.
+time-out, as torch's own defaults are. It is `ProcessGroupNCCL::HeartbeatMonitor` of c10d; the class of nccl2, which is
+the backend `nccl` from torch 2.15 on, has no such member.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ class Inversion(Struct, frozen=True):
     """What follows, and what to change."""
 
 
-def ladder(limits: Limits, environ: Mapping[str, str], *, gpus: bool, nodes: int) -> tuple[TimeOut, ...]:
-    """The time-outs of a job. `gpus`: its groups use NCCL. `nodes`: their largest number; one node has no lease."""
+def ladder(
+    limits: Limits, environ: Mapping[str, str], *, gpus: bool, nodes: int, nccl2: bool = False
+) -> tuple[TimeOut, ...]:
+    """The time-outs of a job. `gpus`: its groups use NCCL, by the older backend or by nccl2. `nodes`: their largest
+    number; one node has no lease."""
     # The stacks must not move for hang_timeout_s after the first look, which comes after hang_report_s.
     hang_s = limits.hang_report_s + limits.hang_timeout_s if limits.hang_timeout_s else inf
     found = []
@@ -76,7 +80,7 @@ def ladder(limits: Limits, environ: Mapping[str, str], *, gpus: bool, nodes: int
             TimeOut(Rung.LEASE, limits.lease_s, "--rdzv-conf lease"),
         ]
     found += [TimeOut(Rung.HANG, hang_s, "--hang-timeout"), _group(environ, gpus=gpus)]
-    return (*found, _watchdog(environ)) if gpus else tuple(found)
+    return (*found, _watchdog(environ)) if gpus and not nccl2 else tuple(found)
 
 
 def _group(environ: Mapping[str, str], *, gpus: bool) -> TimeOut:

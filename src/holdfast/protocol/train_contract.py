@@ -40,6 +40,8 @@ class Survive(Enum):
     """All workers are stopped and started again."""
 
 
+RUN_ID_VARIABLE = "HOLDFAST_RUN_ID"
+"""One id of the training for loggers. An agent's own goes to its workers; a snapshot's replaces it."""
 SURVIVE_VARIABLE = "HOLDFAST_SURVIVE"
 """The variable of --survive, also in workers: `ht.survive` says what it means, and checks that it can."""
 REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
@@ -65,6 +67,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 STORE_SERVER = str(_PACKAGE / "train" / "store_server.py")
 """The program that serves the TCPStores of one node. Its argument is the descriptor of its socket to the agent."""
 CHECKUP = str(_PACKAGE / "train" / "checkup.py")
+GPU_CHECKUP = str(_PACKAGE / "train" / "gpu_checkup.py")
 """The program that answers the doctor's questions to torch."""
 
 SAVER_VARIABLE = "HOLDFAST_SAVER"

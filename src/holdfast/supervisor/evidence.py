@@ -19,11 +19,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct, ValidationError, convert, structs
 
 from holdfast.linux import VIRTUAL, GroupLimits, addresses, default_interface
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
-from holdfast.protocol.policy import COUNT_MAX
+from holdfast.protocol.policy import COUNT_MAX, ITEMS_MAX
+from holdfast.protocol.rank_progress import Collective
 from holdfast.supervisor.log_spool import Spool, WorkerStreams
 from holdfast.traceback_text import cut_middle, shortened
 
@@ -45,6 +46,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
     timestamp: int = 0
     collective: str = ""
     tensors: dict[str, str] = {}
+    collectives: tuple[Collective, ...] = ()
 
 
 def read_error_file(path: str) -> Recorded:
@@ -76,12 +78,20 @@ def read_error_file(path: str) -> Recorded:
         timestamp=_as_int(timestamp),
         collective=_text(extra.get("collective", ""))[:CALL_CHARACTERS_MAX],
         tensors=_tensors(extra.get("tensors")),
+        collectives=_collectives(extra.get("recorded_collectives")),
     )
 
 
 def _tensors(value: Any) -> dict[str, str]:
     pairs = list(value.items())[:TENSORS_MAX] if isinstance(value, dict) else []
     return {_text(name)[:CALL_CHARACTERS_MAX]: _text(shape)[:CALL_CHARACTERS_MAX] for name, shape in pairs}
+
+
+def _collectives(value: Any) -> tuple[Collective, ...]:
+    try:
+        return convert(value, tuple[Collective, ...])[:ITEMS_MAX]
+    except ValidationError:  # the program has written something else there, or nothing
+        return ()
 
 
 def _text(value: Any) -> str:
@@ -148,6 +158,7 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
         stdout_tail="" if recorded.message else _last_lines(read_tail(streams.stdout)),
         collective=recorded.collective,
         tensors=recorded.tensors,
+        collectives=recorded.collectives,
         error_file=_as_text(error_file) if os.path.isfile(error_file) else "",
         stderr_file=_as_text(stderr_file),
         out_of_memory=bare.exit_code == -signal.SIGKILL and not bare.after_stop and out_of_memory(),

@@ -236,12 +236,21 @@ def backends_text(path: Sequence[str], environ: Mapping[str, str]) -> str:
     folder, _, cuda = found
     if not cuda:
         return "gloo (torch is built without GPUs)"
-    names = read_text(os.path.join(folder, "torch", "distributed", "distributed_c10d.py"))
-    if NCCL2_SWITCH not in names:
+    if not _has_nccl2(folder):
         return "gloo on CPUs, nccl on GPUs"
     if environ.get(NCCL2_SWITCH) == "0":
         return f"gloo on CPUs, nccl on GPUs, which is nccl-legacy by {NCCL2_SWITCH}=0"
     return f"gloo on CPUs, nccl on GPUs, which is nccl2 ({NCCL2_SWITCH}=0 for nccl-legacy)"
+
+
+def nccl_is_nccl2(path: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the backend `nccl` of that torch is nccl2."""
+    found = _first_torch(path)
+    return found is not None and _has_nccl2(found[0]) and environ.get(NCCL2_SWITCH) != "0"
+
+
+def _has_nccl2(folder: str) -> bool:
+    return NCCL2_SWITCH in read_text(os.path.join(folder, "torch", "distributed", "distributed_c10d.py"))
 
 
 MODES = ("node", "socket", "exclusive", "core-complex")

@@ -62,8 +62,24 @@ def all_groups() -> list[Any]:
 def abort_groups() -> None:
     """End NCCL's operations, in which a rank waits for a dead one.
 
+    torch aborts all groups within a batch of their operations, and nccl2 refuses a batch while one is under way
+    ("startCoalescing called while a batch is already active"): a rank may wait in one, as FSDP's are. Then each group
+    is aborted by itself, which ends the batch, and torch's own call forgets them. Never ran on a GPU.
+
     Raises ProcessGroupError where torch does not have it."""
-    _needed(dist.distributed_c10d, "_abort_process_group", "to leave an NCCL group")()
+    c10d = dist.distributed_c10d
+    abort = _needed(c10d, "_abort_process_group", "to leave an NCCL group")
+    try:
+        abort()
+    except RuntimeError:
+        batch = c10d._coalescing_manager
+        for each in all_groups():
+            each.abort()
+        c10d._coalescing_manager = lambda _group, _device=None: contextlib.nullcontext()
+        try:
+            abort()
+        finally:
+            c10d._coalescing_manager = batch
 
 
 GROUP_MAKER = "_new_process_group_helper"
@@ -191,7 +207,10 @@ def fsdp_exchanges(model: Any) -> bool:
     """Whether the next backward pass of an FSDP2 module exchanges gradients. False where torch cannot tell: the guard
     against exchanges in each micro-batch is then silent."""
     with contextlib.suppress(AttributeError):
-        return any(each.reduce_grads for each in model._get_fsdp_state()._fsdp_param_groups)
+        state = model._get_fsdp_state()
+        several = hasattr(state, "_fsdp_param_groups")  # torch 2.9 has one group: None for a module without parameters
+        groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
+        return any(each.reduce_grads for each in groups if each is not None)
     return False
 
 

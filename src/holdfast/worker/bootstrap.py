@@ -88,7 +88,16 @@ def _collective_of(error: BaseException) -> dict[str, Any]:
             tensors |= _tensors_in(each.__traceback__)
     except Exception:  # noqa: BLE001 - objects of the program may do anything
         return {}
-    return {"collective": call, "tensors": tensors}
+    return {"collective": call, "tensors": tensors, "recorded_collectives": _recorded_collectives()}
+
+
+def _recorded_collectives() -> list[list[Any]]:
+    """The newest collectives of this process, as torch's flight recorder has them; empty: it has none."""
+    try:
+        recorder = getattr(sys.modules.get(C10D), RECORDER, None)
+        return recorder.newest() if recorder is not None else []
+    except Exception:  # noqa: BLE001 - names of torch that may change
+        return []
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -144,6 +153,9 @@ def _shape_of(value: Any) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
+C10D = "torch.distributed.distributed_c10d"
+RECORDER = "_holdfast_recorder"
+"""Attribute of that module with what reads the collectives of this process (extensions/hangs/worker.py)."""
 RECORD_ATTEMPTS = 3
 """Number of attempts to write the error file: a signal handler of the program may raise during one, as torch's does
 when a process of a DataLoader has died."""
@@ -521,6 +533,7 @@ def _answer_about_collectives(address: str, board: Any, package: str) -> Callabl
         if recorder is None:
             path = os.path.join(package, "extensions", "hangs", "worker.py")
             recorder = _load(path, layout=board).Recorder(c10d)
+            setattr(c10d, RECORDER, recorder)
             recorder.serve(os.path.dirname(address), words, slot)
         recorder.begin_group()
 

@@ -35,7 +35,7 @@ class Torch:
     FlightRecorderHook = object
 
     def __init__(self, backends: str, entries: dict[str, list[dict[str, Any]]]) -> None:
-        self._world = SimpleNamespace(pg_backend_config={1: backends})
+        self._world = SimpleNamespace(pg_backend_config={1: backends}, pg_names={}, pg_group_ranks={})
         self.entries = entries
         self.dumps = 0
 
@@ -66,8 +66,8 @@ def test_the_oldest_collective_that_is_not_done_and_the_newest_that_is(recorder_
     ended = [entry(number, retired=True) for number in range(1, 812)]
     torch = Torch("cpu:gloo,cuda:gloo", {"gloo": [*ended, entry(812), entry(813, "broadcast", input_sizes=[[1]])]})
     assert recorder_of(torch).collectives() == [
-        ["default_pg", 812, "all_reduce", "[4096] float32", False, False],
-        ["default_pg", 811, "all_reduce", "[4096] float32", True, False],
+        ["default_pg", 812, "all_reduce", "[4096] float32", False, False, []],
+        ["default_pg", 811, "all_reduce", "[4096] float32", True, False, []],
     ]
 
 
@@ -124,5 +124,47 @@ def test_tensors_in_words(recorder_of: Any, sizes: list[list[int]], types: list[
 def test_sends_have_numbers_of_their_own(recorder_of: Any) -> None:
     sent = entry(4, "send 0->1", is_p2p=True, p2p_seq_id=9)
     assert recorder_of(Torch("cpu:gloo", {"gloo": [sent]})).collectives() == [
-        ["default_pg", 9, "send 0->1", "[4096] float32", False, True]
+        ["default_pg", 9, "send 0->1", "[4096] float32", False, True, []]
     ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spans"),
+    [
+        ([0, 1], [[0, 1, 1]]),
+        ([5], [[5, 5, 1]]),
+        ([0, 8, 16, 24], [[0, 24, 8]]),
+        ([0, 1, 4, 5, 8, 9], [[0, 1, 1], [4, 5, 1], [8, 9, 1]]),
+        ([number * number for number in range(3, 30)], []),
+        (range(64), []),
+    ],
+)
+def test_the_ranks_of_a_smaller_group_are_told_as_spans(
+    recorder_of: Any, ranks: list[int], spans: list[list[int]]
+) -> None:
+    torch = Torch("cpu:gloo", {"gloo": [entry(1, process_group=["3", "pair"])]})
+    torch._world.pg_names = {"all": "0", "some": "3"}
+    torch._world.pg_group_ranks = {"all": dict.fromkeys(range(64), 0), "some": dict.fromkeys(ranks, 0)}
+    assert recorder_of(torch).collectives()[0][6] == spans
+
+
+def test_the_newest_collectives_of_a_rank_that_raised_come_oldest_first_and_the_newest_group_first(
+    recorder_of: Any,
+) -> None:
+    pair = {"process_group": ["3", "pair"], "pg_id": 1}
+    own = [entry(number, retired=number < 20) for number in range(1, 21)]
+    torch = Torch("cpu:gloo", {"gloo": [*own, entry(2, time_created_ns=99, **pair)]})
+    found = recorder_of(torch).newest()
+    assert [each[:2] for each in found] == [["3 pair", 2], *(["default_pg", number] for number in range(13, 21))]
+
+
+def test_collectives_of_groups_that_the_program_has_destroyed_are_found(recorder_of: Any) -> None:
+    torch = Torch("cpu:gloo", {"gloo": [entry(7, time_created_ns=2**63)]})
+    recorder = recorder_of(torch)
+    recorder.begin_group()
+    torch._world.pg_backend_config.clear()
+    assert [each[1] for each in recorder.newest()] == [7]
+
+
+def test_a_torch_that_does_not_record_every_backend_has_no_newest_collectives(recorder_of: Any) -> None:
+    assert recorder_of(object()).newest() == []

@@ -1,4 +1,4 @@
-"""A rank of a job of four that hangs. CASE is what ranks 0, 1 and 3 do, and behind a `/` what rank 2 does; all before it alike.
+"""A rank of a job of four that hangs or fails. CASE is what ranks 0, 1 and 3 do, and behind a `/` what rank 2 does; all before it alike.
 
 Usage: collective_rank.py CASE FILE
 """
@@ -54,6 +54,24 @@ def handles():
         dist.broadcast(tensor(1), src=0)
 
 
+def inside(*ranks):
+    """A smaller group of these ranks; None: this rank is not in it."""
+    group = dist.new_group(list(ranks))
+    return group if rank in ranks else None
+
+
+def of_three(call):
+    """Ranks 1 to 3 call it in a group of theirs, and rank 0 waits for all."""
+    group = inside(1, 2, 3)
+    call(group) if group is not None else dist.barrier()
+
+
+def of_two(call):
+    """Ranks 2 and 3 call it in a group of theirs, and the others do something else."""
+    group = inside(2, 3)
+    call(group) if group is not None else time.sleep(600)
+
+
 CALLS = {
     "all_reduce": lambda: dist.all_reduce(tensor(4096)),
     "broadcast": lambda: dist.broadcast(tensor(1), src=ODD),
@@ -66,6 +84,13 @@ CALLS = {
     "objects": objects,
     "two_async": two_async,
     "handles": handles,
+    "of_three_all_reduce": lambda: of_three(lambda group: dist.all_reduce(tensor(16), group=group)),
+    "of_three_broadcast": lambda: of_three(lambda group: dist.broadcast(tensor(1), src=ODD, group=group)),
+    "of_three_asleep": lambda: of_three(lambda _: time.sleep(600)),
+    "of_two_all_reduce": lambda: of_two(lambda group: dist.all_reduce(tensor(16), group=group)),
+    "of_two_asleep": lambda: of_two(lambda _: time.sleep(600)),
+    "small_all_reduce": lambda: dist.all_reduce(tensor(8)),
+    "small_all_gather": lambda: dist.all_gather([tensor(2) for _ in range(WORLD)], tensor(2)),
     "asleep": lambda: time.sleep(600),
 }
 

@@ -133,6 +133,8 @@ def run(case: str, port: int = 0) -> None:
     """On two ranks without a launcher. `port`: of a store that is kept."""
     from forked import run_ranks  # here: it imports what each worker of a launcher would import again
 
+    from tests.support.gloo_lines import without_gloo_lines
+
     with tempfile.TemporaryFile("w+") as output:
 
         def rank() -> None:
@@ -143,7 +145,7 @@ def run(case: str, port: int = 0) -> None:
 
         codes = run_ranks(2, rank)
         output.seek(0)
-        told = [json.loads(line) for line in output.read().splitlines()]
+        told = [json.loads(line) for line in without_gloo_lines(output.read()).splitlines()]
     tell(case=case, codes=codes, told=told)
 
 

@@ -19,10 +19,11 @@ from holdfast.diagnosis.causes.blame import Blame, blame, first_own, ranked, spe
 from holdfast.diagnosis.causes.exception_text import ExceptionText, is_of_script
 from holdfast.diagnosis.causes.find import SAID_CHARACTERS_MAX, Cause, advice, cause_of
 from holdfast.diagnosis.causes.sizes import is_noticed, other_sizes
+from holdfast.diagnosis.collectives import ComparedCollectives, compared, newest
 from holdfast.diagnosis.places import RankActivity, Where, where_is
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Finding, RankStory
-from holdfast.text import listed, plural
+from holdfast.text import listed, plural, visible
 
 COMPARED_MAX = 64
 """Number of failures that are compared; enough for a job of any size."""
@@ -245,6 +246,17 @@ COMPLAINTS = (Blame.LOOSE, Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)
 
 
 def verdict_on(evidence: Evidence) -> Verdict:
+    """The verdict, and with it what has happened to GPUs and network ports at that time."""
+    found = _verdict(evidence)
+    if not evidence.devices or found.code == NOBODY_FAILED:
+        return found
+    return structs.replace(found, cause=visible("; ".join([found.cause, *evidence.devices])))
+
+
+NOBODY_FAILED = "HF200"
+
+
+def _verdict(evidence: Evidence) -> Verdict:
     """The verdict, by the first row that applies:
 
     | there is                                                 | then                                                 |
@@ -270,9 +282,10 @@ def verdict_on(evidence: Evidence) -> Verdict:
     if evidence.hang is not None:
         return _hung(evidence, evidence.hang, order)
     if first is None or kind is Blame.STOPPED:
-        return evidence.verdict("HF200", "the generation ended although no worker failed", None)
+        return evidence.verdict(NOBODY_FAILED, "the generation ended although no worker failed", None)
     if kind in COMPLAINTS:
-        return _unexplained(evidence, [failure for kind, failure in order if kind in COMPLAINTS])
+        found = _unexplained(evidence, [failure for kind, failure in order if kind in COMPLAINTS])
+        return _with_collectives(evidence, found)
     return _of_first(evidence, first)
 
 
@@ -296,7 +309,7 @@ def _of_one(evidence: Evidence, culprit: Failure, seen: Failure | None = None) -
     shows the cause; None: the whole one does."""
     cause = cause_of(seen or culprit)
     if cause.code == "HF225" and is_noticed(culprit):
-        return _mismatch(evidence, culprit, cause)
+        return _with_collectives(evidence, _mismatch(evidence, culprit, cause))
     other = other_model(evidence.failures) if cause.code == "HF227" else None
     if other is not None and other is not culprit:
         line = f"{_who(other)} has another model than its peers; rank {culprit.rank} {cause.line}{_where(culprit)}"
@@ -316,6 +329,9 @@ def _mismatch(evidence: Evidence, noticed: Failure, cause: Cause) -> Verdict:
     if odd is not None:
         line = f"{_who(odd)} called another collective than its peers; {found}"
         return evidence.verdict(cause.code, line, odd, cause.advice)
+    recorded = _of_recorders(evidence)
+    if recorded is not None:
+        return evidence.verdict(cause.code, f"{recorded[1]}; {found}", recorded[0], cause.advice)
     call = other_sizes(evidence.failures[:COMPARED_MAX])
     if call is not None:
         where = _where(call.failure) if call.failure is not noticed else ""
@@ -325,6 +341,32 @@ def _mismatch(evidence: Evidence, noticed: Failure, cause: Cause) -> Verdict:
     known = f" ({listed(calls, CALLS_SHOWN_MAX)})" if calls else ""
     line = f"it is unknown which rank is wrong{known}: {found}"
     return evidence.verdict(cause.code, line, None, cause.advice, noticed_by=noticed)
+
+
+def _compared(evidence: Evidence) -> ComparedCollectives | None:
+    """The collectives of all ranks, as torch's flight recorders have them: of those that raised, and of those whose
+    samples were taken."""
+    sampled = {story.rank: sorted(newest(story), key=lambda each: each.number) for story in evidence.survivors}
+    raised = {each.rank: each.collectives for each in evidence.failures[:COMPARED_MAX] if each.collectives}
+    return compared({**sampled, **raised})
+
+
+def _of_recorders(evidence: Evidence) -> tuple[Failure, str] | None:
+    """The only rank that called another collective than its peers, by torch's flight recorders, and how it differs;
+    None: that is not known."""
+    found = _compared(evidence)
+    if found is None or found.odd is None:
+        return None
+    culprit = next((each for each in evidence.failures if each.rank == found.odd), None)
+    story = next((each for each in evidence.survivors if each.rank == found.odd), None)
+    culprit = culprit or (stopped(story) if story is not None else None)
+    return (culprit, f"{_who(culprit)} {found.called}{_where(culprit)}") if culprit is not None else None
+
+
+def _with_collectives(evidence: Evidence, verdict: Verdict) -> Verdict:
+    """The verdict with what torch's flight recorders have, if ranks have failed in collectives."""
+    found = _compared(evidence)
+    return structs.replace(verdict, collectives=found.text) if found is not None else verdict
 
 
 def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
@@ -348,6 +390,9 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         cause = cause_of(culprit)
         line = f"{_who(culprit)} is behind: the others were waiting in a later collective; it {cause.line}"
         return evidence.verdict(cause.code, line, culprit, cause.advice)
+    recorded = _of_recorders(evidence)
+    if recorded is not None:
+        return evidence.verdict("HF225", recorded[1], recorded[0], advice()["HF225"])
     call = other_sizes(complaints[:COMPARED_MAX])
     if call is not None:
         line = f"{_who(call.failure)} {call.difference}{_where(call.failure)}"

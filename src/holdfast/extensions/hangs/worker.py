@@ -13,8 +13,9 @@ for those that have no recorder. The private names of torch that are used here: 
 
 A question is four bytes in a pipe of ours, the answer one line of JSON in the agent's file for stacks:
 
-    {"number": 7, "collectives": [["default_pg", 812, "all_reduce", "[4096] float32", false, false]], "handles": ""}
+    {"number": 7, "collectives": [["default_pg", 812, "all_reduce", "[4096] float32", false, false, []]], "handles": ""}
 
+The last item of a collective is the ranks of its group, as spans of first rank, last rank and step; empty: all ranks.
 It also has the exception that the main thread handles, as `ValueError: bad row 17, raised at train.py:30`. A rank that
 calls a collective in an `except` waits in C++, where no signal's handler of Python runs.
 """
@@ -39,8 +40,13 @@ QUESTIONS_MAX = 64
 """Number of questions that are answered by one answer, if they came at once."""
 GROUPS_MAX = 8
 """Number of process groups in an answer: those with the newest collectives."""
+NEWEST_MAX = 8
+"""Number of a group's newest collectives that are recorded when the program raises."""
 TENSORS_MAX = 3
 """Number of tensors of a collective that are described."""
+SPANS_MAX = 8
+"""Number of spans that describe the ranks of a group; one that needs more is taken for one of all ranks. The dimensions
+of a device mesh need one each."""
 TEXT_MAX = 80
 TYPES = {
     "Float": "float32",
@@ -67,12 +73,15 @@ class Recorder:
         self._native: Any = sys.modules.get("torch._C._distributed_c10d")
         self._since_ns = 0
         """The time at which the default group was made (epoch ns)."""
+        self._seen: set[str] = set()
+        """The recorders of all default groups so far: a program may destroy them before its exception is recorded."""
         self._counts = ""
         self._found: list[list[Any]] = []
 
     def begin_group(self) -> None:
         """There is a new default group. What an earlier one had not done was given up with it."""
         self._since_ns = time.time_ns()  # the clock of the entries
+        self._seen.update(self._backends())
 
     def serve(self, agents_files: str, words: memoryview, slot: int) -> None:
         """Begin to answer. `agents_files` is the folder with the agent's open files in /proc. Does nothing with a torch
@@ -110,9 +119,35 @@ class Recorder:
         counts = json.dumps([self._dump(each, False).get("pg_status") for each in backends])
         if counts != self._counts:
             entries = [(each, entry) for each in backends for entry in self._dump(each, True).get("entries", ())]
-            self._found = _of_groups([each for each in entries if each[1]["time_created_ns"] >= self._since_ns])
+            since = [each for each in entries if each[1]["time_created_ns"] >= self._since_ns]
+            self._found = _of_groups(since, self._members())
             self._counts = counts
         return self._found
+
+    def newest(self) -> list[list[Any]]:
+        """Read the newest collectives of each group, the oldest of them first: where the ranks are compared after an
+        exception, some have gone on. Empty with a torch that does not record every backend."""
+        if not hasattr(self._native, MARK_OF_2_15):
+            return []
+        backends = sorted(self._seen.union(self._backends()))
+        entries = [(each, entry) for each in backends for entry in self._dump(each, True).get("entries", ())]
+        members = self._members()
+        groups: dict[str, list[list[Any]]] = {}
+        for backend, entry in sorted(entries, key=lambda each: each[1]["time_created_ns"]):
+            if entry["time_created_ns"] >= self._since_ns:
+                group = _group_of(entry)
+                described = _described(group, entry, _is_done(backend, entry))
+                groups[group] = [*groups.pop(group, []), [*described, members.get(entry["process_group"][0], [])]]
+        newest = list(groups.values())[::-1][: GROUPS_MAX // 2]
+        return [each for group in newest for each in group[-NEWEST_MAX:]]
+
+    def _members(self) -> dict[str, list[list[int]]]:
+        """The ranks of each group that has not all of them, by the group's name."""
+        world = self._c10d._world
+        ranks_of, names = dict(getattr(world, "pg_group_ranks", {})), dict(getattr(world, "pg_names", {}))
+        all_ranks = max(map(len, ranks_of.values()), default=0)
+        found = {names.get(group, ""): _spans(sorted(of)) for group, of in ranks_of.items() if len(of) < all_ranks}
+        return {name: spans for name, spans in found.items() if len(spans) <= SPANS_MAX}
 
     def _backends(self) -> list[str]:
         """The recorders that may have something: `nccl` is recorded as nccl2, or by its own recorder."""
@@ -148,23 +183,43 @@ def _handled() -> str:
         return ""
 
 
-def _of_groups(entries: list[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
+def _spans(ranks: list[int]) -> list[list[int]]:
+    """These ranks, which are in order, as spans of first rank, last rank and step."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        newest = spans[-1] if spans else None
+        if newest is not None and newest[0] == newest[1]:
+            newest[1:] = [rank, rank - newest[0]]
+        elif newest is not None and rank - newest[1] == newest[2]:
+            newest[1] = rank
+        else:
+            spans.append([rank, rank, 1])
+    return spans
+
+
+def _of_groups(entries: list[tuple[str, dict[str, Any]]], members: dict[str, list[list[int]]]) -> list[list[Any]]:
     """Keep of each group the oldest collective that is not done, and the newest that is; the newest group is first."""
     groups: dict[str, dict[bool, list[Any]]] = {}
     newest: dict[str, int] = {}
     ids: dict[str, int] = {}
     for backend, entry in sorted(entries, key=lambda each: each[1]["time_created_ns"]):
-        name, description = entry["process_group"]
-        group = description if description == "default_pg" else f"{name} {description}".strip()
+        group = _group_of(entry)
         done = _is_done(backend, entry)
         if ids.setdefault(group, entry["pg_id"]) != entry["pg_id"]:
             groups[group], ids[group] = {}, entry["pg_id"]  # another group with the name of one that was destroyed
         of_group = groups.setdefault(group, {})
         newest[group] = entry["time_created_ns"]
         if done or done not in of_group:
-            of_group[done] = _described(group, entry, done)
+            of_group[done] = [*_described(group, entry, done), members.get(entry["process_group"][0], [])]
     order = sorted(groups, key=lambda group: -newest[group])[:GROUPS_MAX]
     return [groups[group][done] for group in order for done in (False, True) if done in groups[group]]
+
+
+def _group_of(entry: dict[str, Any]) -> str:
+    name, description = map(str, entry["process_group"])
+    if description == "default_pg":
+        return description
+    return f"{name} {'' if description == 'undefined' else description}".strip()  # torch's word for no description
 
 
 def _is_done(backend: str, entry: dict[str, Any]) -> bool:
