@@ -136,6 +136,8 @@ class DeviceDouble(DeviceStreams):
         self._wait_for(event, PROGRAM)
 
     def digest(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+        if self.broken:
+            raise RuntimeError(self.broken)
         found: list[int] = []
         self.launch(lambda: found.extend(int(each) for each in digests_of(tensors)))
 

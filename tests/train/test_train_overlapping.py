@@ -129,6 +129,13 @@ def wrong(tier: Recorded) -> list[int]:
     ]
 
 
+def settled(job: Job, work: Callable[[], object]) -> None:
+    """Do this work, and wait for the copy that was under way."""
+    work()
+    assert job.snaps._saving is not None
+    job.snaps._saving.settle()
+
+
 @contextmanager
 def job_on(folder: Path, order: Order, tier: Recorded, **options: Any) -> Iterator[Job]:
     """A job on a double that takes this order; closed at the block's end."""
@@ -204,29 +211,38 @@ def test_a_save_to_the_disk_that_is_due_is_handed_over_behind_its_copy(tmp_path:
 
 def test_an_error_of_the_copy_is_reported_and_the_older_state_stays(tmp_path: Path, tier: Recorded) -> None:
     job = Job(tmp_path, DeviceDouble(at_random(5)), tier, memory_every=2)
-    job.train(3)
-    job.device.run()
-    job.snaps._saving.settle()  # type: ignore[union-attr]
+    settled(job, lambda: job.train(3))
+    job.device.held = True
+    job.train(1)
     job.device.broken = "CUDA error: an illegal memory access was encountered"
-    job.train(2)
+    job.device.held = False
+    job.train(1)
     with pytest.raises(SnapshotError, match=r"step 4 was not saved: the copy from the GPU failed: CUDA error"):
         job.snaps.close()
     assert sorted(tier.kept) == [2]
     assert not wrong(tier)
 
 
-def test_an_exception_in_the_program_waits_for_no_device(tmp_path: Path, tier: Recorded) -> None:
-    job = Job(tmp_path, DeviceDouble(program_first), tier, memory_every=4)
+@pytest.mark.parametrize("broken", ["", "CUDA error: device-side assert triggered"])
+@pytest.mark.parametrize("compared", [True, False], ids=["values are compared", "values are not compared"])
+def test_an_exception_in_the_program_waits_for_no_device(
+    compared: bool, broken: str, tmp_path: Path, tier: Recorded
+) -> None:
+    job = Job(tmp_path, DeviceDouble(program_first), tier, memory_every=2)
+    before = 1 if compared else 5  # values are compared in the saves of steps 2 and 4
+    settled(job, lambda: job.train(before))
     job.device.held = True
 
     def train() -> None:
         with job.snaps:
-            job.train(4)
+            job.train(1)
+            job.device.broken = broken
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         train()
-    assert not tier.kept
+    assert sorted(tier.kept) == ([] if compared else [2, 4])
+    assert not wrong(tier)
 
 
 def test_without_memory_of_the_host_training_waits_for_the_copy(tmp_path: Path, tier: Recorded) -> None:
@@ -239,13 +255,6 @@ def test_without_memory_of_the_host_training_waits_for_the_copy(tmp_path: Path, 
     job.train(2)
     job.snaps.close()
     assert sorted(tier.kept) == [1, 2, 3]
-
-
-def settled(job: Job, work: Callable[[], object]) -> None:
-    """Do this work, and wait for the copy that was under way."""
-    work()
-    assert job.snaps._saving is not None
-    job.snaps._saving.settle()
 
 
 @pytest.mark.parametrize("counted", [True, False], ids=["torch counts it", "through .data"])

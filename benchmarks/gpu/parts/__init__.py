@@ -31,7 +31,7 @@ ALL: tuple[Part, ...] = (
     ),
     Part("memory", "GPU memory after the agent is killed", 40, shows="GPU memory after the end of killed workers"),
     Part("starts", "start and kill → third step, beside torchrun", 90, shows="forked workers that use CUDA"),
-    Part("preflight", "holdfast doctor", 60, shows="the checks of `holdfast doctor` on a GPU"),
+    Part("preflight", "holdfast doctor", 110, shows="the checks of `holdfast doctor` on a GPU"),
     Part(
         "caches", "a compiled model: empty and kept folder of kernels", 90, shows="`--cache-dir` with kernels for a GPU"
     ),

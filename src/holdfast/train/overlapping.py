@@ -111,6 +111,8 @@ class StateCopy:
 
     def __init__(self, streams: DeviceStreams, *, watched: Sequence[torch.Tensor], compared: bool) -> None:
         """`watched`: the tensors that only optimizers may change. `compared`: whether their values are compared."""
+        self.compared = compared
+        """Whether values are compared, for which `advance` may wait for the device."""
         self._streams = streams
         self._sources = list(watched)
         self._watched = WatchedTensors(watched)
@@ -174,7 +176,10 @@ class StateCopy:
             return
         self._torn |= not self._watched.intact()
         if self._digest is not None:
-            self._digest_later = self._streams.digest(self._sources)
+            try:
+                self._digest_later = self._streams.digest(self._sources)
+            except RuntimeError as error:  # the device has failed, which must not hide the program's own error
+                self._error = error
 
     def _fill(self) -> None:
         try:
@@ -190,7 +195,7 @@ class StateCopy:
             self._over.set()
 
     def advance(self) -> Arrival:
-        """Return its state, without a wait. Call it when a step is complete."""
+        """Return its state; a copy that is under way is not waited for. Call it when a step is complete."""
         self._look()  # no optimizer has stepped with a hook: a replayed graph, or none stepped at all
         return self._arrival() if self._over.is_set() else Arrival.UNDER_WAY
 
@@ -214,10 +219,13 @@ class StateCopy:
 
     def _arrival(self) -> Arrival:
         self._end()
+        if self._error is None and self._digest is not None and self._digest_later is not None:
+            try:
+                self._torn |= self._digest() != self._digest_later()
+            except RuntimeError as error:
+                self._error = error
         if self._error is not None:
             return Arrival.FAILED
-        if self._digest is not None and self._digest_later is not None:
-            self._torn |= self._digest() != self._digest_later()
         return Arrival.TORN if self._torn else Arrival.THERE
 
     def error(self, step: int) -> SnapshotWriteError:

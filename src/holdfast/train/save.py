@@ -328,7 +328,8 @@ class Saving:
     def give_up(self) -> None:
         """Commit the state that is being copied, if it is there, and stop otherwise: this process ends after an error,
         and waits for no device."""
-        self.advance()
+        if self._landing is not None and not self._landing.copy.compared:
+            self.advance()
         if self._landing is not None:
             self._landing.copy.give_up()
             self._landing = None
