@@ -16,8 +16,8 @@
 #   make record-torchrun  record again what the installed torchrun does; TORCH=… as above
 #   make bench   holdfast beside torchrun: a table, and a file for each row under benchmarks/results
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
-#                SOAK_SEED=1, SOAK_LAUNCHERS) and with a script in ht.survive, then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
-#                soak-patience are the parts; the last two need root on Linux
+#                SOAK_SEED=1, SOAK_LAUNCHERS) and with a script in ht.survive, then kills of ranks and nodes of sharded models, then patience
+#                (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos, soak-kills and soak-patience are the parts; chaos and patience need root on Linux
 #   make dist    an sdist and a manylinux wheel in dist/, each installed into an empty environment and tried
 #   make release  the same with wheels for x86_64 and aarch64 (MACHINES=x86_64: for that alone), checked for publication
 #                (REPOSITORY=https://…: README's links lead there on the package's page); prints what a
@@ -56,7 +56,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-engines test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
+.PHONY: demo fast test again test-engines test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -126,6 +126,7 @@ release: $(VENV)/.dist
 soak:
 	$(MAKE) soak-seeds
 	$(MAKE) soak-chaos
+	$(MAKE) soak-kills
 	$(MAKE) soak-patience
 
 soak-seeds: $(VENV)/.dev
@@ -136,6 +137,9 @@ soak-seeds: $(VENV)/.dev
 soak-chaos: $(VENV)/.dev debian
 	$(BIN)/python -m soak chaos --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED) --launchers $(SOAK_LAUNCHERS)
 	$(BIN)/python -m soak chaos --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED) --launchers holdfast --worker survive
+
+soak-kills: $(VENV)/.dev
+	$(BIN)/python -m soak kills --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
 
 soak-patience: $(VENV)/.dev debian
 	$(BIN)/python -m soak patience --minutes $(SOAK_PATIENCE_MINUTES)

@@ -2,6 +2,7 @@
 
 python -m soak chaos --minutes 20 --seed 1 --launchers holdfast,torchrun-tuned,torchrun
 python -m soak patience --minutes 60
+python -m soak kills --minutes 60
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main() -> int:
 
         print(story(arguments.site), end="")
         return 0
+    if arguments.soak == "kills":
+        return _kills(arguments)
     if why := hosts.why_not() or disk.why_not():
         print(f"skipped: {why}")
         return EXIT_SKIPPED
@@ -59,6 +62,21 @@ def main() -> int:
     return status
 
 
+def _kills(arguments: argparse.Namespace) -> int:
+    """It needs no host of its own: its nodes are agents on loopback."""
+    from soak import kills
+
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="holdfast-kills-"))
+    faults = kills.kills(
+        arguments.seed, arguments.minutes, folder, arguments.kinds.split(","), arguments.first, arguments.nodes
+    )
+    if faults:
+        print(f"{faults} jobs with a fault: {folder}")
+    elif arguments.folder is None:
+        shutil.rmtree(folder)
+    return int(faults > 0)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m soak")
     parser.add_argument("--folder", type=Path, help="keep everything here (default: a temporary one, kept on failure)")
@@ -74,6 +92,12 @@ def _arguments() -> argparse.Namespace:
     chaos.add_argument("--results", default=str(RESULTS), help="folder of the result files; none for no file")
     patience = soaks.add_parser("patience")
     patience.add_argument("--minutes", type=float, default=60.0)
+    sharded = soaks.add_parser("kills")
+    sharded.add_argument("--minutes", type=float, default=60.0)
+    sharded.add_argument("--seed", type=int, default=1)
+    sharded.add_argument("--kinds", default="fsdp,hsdp,grid")
+    sharded.add_argument("--nodes", type=int, default=3, help="at most so many nodes")
+    sharded.add_argument("--first", type=int, default=0, help="number of the first job: to repeat one")
     soaks.add_parser("story").add_argument("site", type=Path, help="what the chaos soak of one launcher left")
     return parser.parse_args()
 

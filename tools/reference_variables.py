@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from holdfast.cli.option_table import LAUNCH_OPTIONS
+from holdfast.protocol import options as launch
 from holdfast.protocol.options import worker_environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,7 +143,8 @@ def worker_names() -> set[str]:
         if isinstance(node, ast.Dict):
             found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            found.add(ast.literal_eval(node.targets[0].slice))
+            key = node.targets[0].slice
+            found.add(getattr(launch, key.id) if isinstance(key, ast.Name) else ast.literal_eval(key))
     return found
 
 

@@ -117,7 +117,8 @@ def measure_cost(launcher: Launcher, folder: Path) -> Sample:
 
 EXACT = Exact(
     survive.EXACT.with_name("sharded.py"),
-    {"memory": 5},
+    # Many steps: with few of them a job would end after three kills, and most of the time go into starts.
+    {"memory": 5, "epochs": 200},
     {"wait": ("step", "rates", "losses", "parameters", "weights", "random"), "shrink": ("step", "rates")},
 )
 

@@ -270,6 +270,27 @@ def test_growth(grow: Grow, phase: Phase) -> None:
     assert ("waits as a spare" in said[0]) is (grow is Grow.NEVER)
 
 
+def wanted(harness: CoordinatorHarness) -> int:
+    return harness.machine.view(harness.now).nodes_wanted
+
+
+def test_nodes_are_wanted_as_far_as_the_job_can_use_them() -> None:
+    assert wanted(two_of_three(grow=Grow.DRAIN)) == 3
+    assert wanted(two_of_three(grow=Grow.NEVER)) == 2
+    harness = two_of_three(grow=Grow.DRAIN)
+    harness.say(1, msg.WorkerDone(1, 0))
+    assert wanted(harness) == 2, "no node joins a job that comes to its end"
+
+
+def test_another_node_is_wanted_for_one_that_takes_no_part() -> None:
+    harness = two_of_three(grow=Grow.DRAIN)
+    flap(harness, 10, 3)
+    harness.join(3)
+    assert wanted(harness) == 4
+    harness.wait(LIMITS.flap_first_s * 2 + 0.1)
+    assert wanted(harness) == 3
+
+
 # --- a previous leader's generation ---------------------------------------------------------------------------------------
 
 

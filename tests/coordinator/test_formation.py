@@ -292,6 +292,17 @@ def test_nodes_of_one_switch_are_neighbours_and_those_of_the_coordinator_s_first
     assert seated(nodes) == "n5 n3 n1 n7 n2 n4 n6"
 
 
+def test_nodes_of_one_block_are_neighbours() -> None:
+    nodes = [
+        under("n1", "b10"),
+        under("n2", "b2", coordinator=True),
+        under("n3", "b10"),
+        under("n4", "b2"),
+        under("n5", "b9"),
+    ]
+    assert seated(nodes) == "n2 n4 n5 n1 n3"
+
+
 def test_a_node_that_replaces_a_lost_one_moves_no_other() -> None:
     nodes = [under("n1", "s1"), under("n3", "s2"), under("n4", "s2"), under("n9", "s1")]
     assert seated(nodes, previous="n1 n2 n3 n4", most=4) == "n1 n9 n3 n4"

@@ -54,6 +54,15 @@ def test_the_whole_in_two_lines() -> None:
     assert status_lines(view(node("a", 0, of_job), generation=3))[1].startswith("step 120, ")
 
 
+def test_a_job_with_too_few_nodes_says_how_many_it_needs() -> None:
+    gathering = view(node("a", None, state="arriving"), phase="gathering", nodes_min=4, nodes_max=8, world_size=16)
+    assert status_lines(gathering)[0] == "run bert: gathering for 75 s, generation 3, restarts 1 of 3"
+    assert status_lines(gathering)[2] == "1 of at least 4 nodes have joined"
+    assert "it can use up to 8 nodes" in status_lines(msgspec.structs.replace(TWO_NODES, nodes_min=1, nodes_max=8))
+    whole = status_lines(msgspec.structs.replace(TWO_NODES, nodes_min=1, nodes_max=2))
+    assert not [line for line in whole if "up to" in line]
+
+
 def test_the_time_that_is_left_where_the_script_says_how_many_steps_there_are() -> None:
     line = status_lines(msgspec.structs.replace(TWO_NODES, job_step=4120, job_steps=10_000, left_s=1470))[1]
     assert line.startswith("step 4120 of 10000, 4 steps/s, last step 4.2 s ago, about 24 min 30 s left, effective")

@@ -57,8 +57,9 @@ def test_bad_lines_give_one_message_and_no_manifest(line: str, said: str) -> Non
 
 
 def test_to_whom(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "train.py"]) == 2
-    assert "HF101" in capsys.readouterr().err
+    for words in (["train.py"], ["--kubernetes", "--nodes", "2", "train.py"]):
+        assert main(["submit", *words]) == 2
+        assert "HF101: the first word says where to: holdfast submit --slurm" in capsys.readouterr().err
     assert main(["submit", "--help"]) == 0
     assert "--k8s" in capsys.readouterr().out
 
@@ -110,6 +111,26 @@ def test_apply_pipes_everything_to_kubectl_and_nothing_on_its_line(kubectl: Path
         assert variables["HOLDFAST_TOKEN"]["secretKeyRef"]["name"] == secret["metadata"]["name"] == "train-token"
         tokens.add(token)
     assert len(tokens) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "kinds"),
+    [
+        (("--trainjob",), "trainjob,trainingruntime,secret"),
+        (("--jobset",), "jobset,secret"),
+        (
+            ("--jobset", "--restart-agent", "a:1", "--namespace", "team"),
+            "jobset,rolebinding,role,serviceaccount,secret",
+        ),
+    ],
+)
+def test_what_was_created_can_be_removed_by_one_line(kubectl: Path, words: tuple[str, ...], kinds: str) -> None:
+    code, _, err = submit(*IMAGE, "--nodes", "2", *words, "--apply", "train.py")
+    assert code == 0
+    assert f" {kinds} -l app.kubernetes.io/instance=train" in err
+    (note,) = map(json.loads, kubectl.read_text().splitlines())
+    created = [manifest["kind"].lower() for manifest in yaml.safe_load_all(note[1])]
+    assert sorted(created) == sorted(kinds.split(",")), "the line names all kinds that were created, and no other"
 
 
 def test_a_secret_that_is_there_is_not_made_again(kubectl: Path) -> None:

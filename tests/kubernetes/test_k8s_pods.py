@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from holdfast.launchers.kubernetes import RUNS_PATH
 from holdfast.linux import process_stat
 from tests.conftest import descendants
 from tests.kubernetes.manifests import IMAGE, agent_of, expanded, job_of, pod_of, printed
 from tests.network.hosts import Host, PretendHosts, why_not
-from tests.network.job_agents import WORKER, Agent, JobAgents
+from tests.network.job_agents import SHORT_LEASE, WORKER, Agent, JobAgents
 from tests.support.limits import limit_s, until
 
+CLUSTER_RUNTIME = Path(__file__).parents[2] / "examples" / "kubernetes" / "cluster-training-runtime.yaml"
 TOKEN = "0123456789abcdef" * 4
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc")
 
@@ -80,6 +82,18 @@ class Pods(JobAgents):
         self.agents.append(agent)
         return agent
 
+    def status(self, agent: Agent) -> str:
+        """What `kubectl exec POD -- holdfast status` prints; empty: nothing yet."""
+        inside = ["nsenter", "--target", str(init_of(agent)), "--all", "--"]
+        done = subprocess.run(
+            [*inside, sys.executable, "-m", "holdfast", "status"],
+            capture_output=True,
+            text=True,
+            timeout=limit_s(30),
+            check=False,
+        )
+        return done.stdout
+
     def probe(self, host: Host, kind: str) -> bool:
         """What the kubelet finds out by this probe of the manifest."""
         spec = agent_of(self.manifests)
@@ -100,11 +114,12 @@ class Pods(JobAgents):
 def init_of(agent: Agent) -> int:
     """The container's PID 1, as this machine counts."""
     outer = agent.program.pid
-    for pid in descendants(outer):
-        stat = process_stat(pid)
-        if stat is not None and stat.parent == outer:
-            return pid
-    raise AssertionError(f"{outer} has no child")
+
+    def find() -> int | None:
+        stats = {pid: process_stat(pid) for pid in descendants(outer)}
+        return next((pid for pid, stat in stats.items() if stat is not None and stat.parent == outer), None)
+
+    return until(find, lambda: f"{outer} to have a child", 20)
 
 
 def signal_pod(agent: Agent, signum: signal.Signals = signal.SIGTERM) -> None:
@@ -217,6 +232,86 @@ def test_a_pod_of_kubeflow_trainer_works_as_it_is(pods: MakePods) -> None:
     assert (generation.master, generation.port, generation.world) == ("digits-node-0-0.digits", 29500, 4)
     assert generation.place("node1") == [0, 1]
     job.finish_all(agents)
+    job.check()
+
+
+def test_a_pod_that_is_evicted_saves_or_is_killed_and_does_not_count(pods: MakePods) -> None:
+    """The kubelet's SIGTERM, here to workers without safe points: they are ended, and the exit code says so."""
+    job = pods(2, "--nodes", "1:2", "--name", "evicted", "--drain-timeout", "1", "--shutdown-timeout", "1")
+    job.names([("evicted-0.evicted", 1)])
+    zero, one = job.pod(0, 1), job.pod(1, 2)
+    first = job.trains([1, 2])
+    signal_pod(one)
+    assert one.end(pod_of(job.manifests)["terminationGracePeriodSeconds"]) == 128 + signal.SIGTERM
+    assert job.action(143, disrupted=True) == "Ignore", "evicted, preempted, or its node is drained"
+    assert job.action(143) == "Count", "kubectl delete pod"
+    job.trains([1], first.last_s(["node2"]))
+    assert "can use up to 2 nodes" in job.status(zero)
+    job.finish_all([zero])
+    job.check()
+
+
+def test_a_lost_node_is_left_behind_and_its_pod_joins_elsewhere(pods: MakePods) -> None:
+    conf = f"{SHORT_LEASE},settle={limit_s(1):g}"
+    job = pods(3, "--nodes", "1:2", "--name", "lost", "--rdzv-conf", conf)
+    job.names([("lost-0.lost", 1)])
+    zero = job.pod(0, 1)
+    job.pod(1, 2)
+    job.trains([1, 2])
+    since_s = time.monotonic()
+    job.hosts.crash(2)
+    job.trains([1], since_s)
+    assert "node2" in zero.text
+    since_s = time.monotonic()
+    again = job.pod(1, 3)  # Kubernetes has given the node up: DisruptionTarget
+    assert job.action(137, disrupted=True) == "Ignore"
+    job.trains([1, 3], since_s)
+    job.finish_all([zero, again])
+
+
+def test_a_pod_without_its_image_holds_up_only_a_job_that_needs_it(pods: MakePods) -> None:
+    """Pod 1 is never started: for the others it is the same as one that waits for a machine."""
+    job = pods(1, "--nodes", "2", "--name", "whole")
+    job.names([("whole-0.whole", 1)])
+    zero = job.pod(0, 1)
+    until(lambda: "1 of at least 2 nodes have joined" in job.status(zero), lambda: f"status\n{job.story()}", 20)
+    signal_pod(zero, signal.SIGKILL)
+    zero.end()
+    job.manifests = printed(*IMAGE, "--nodes", "2", "--name", "whole", "--rdzv-conf", "join_timeout=1", str(job.script))
+    zero = job.pod(0, 1)
+    assert zero.end() == 1
+    assert "1 of at least 2 nodes came" in zero.text
+    assert job.action(1) == "Count"
+    job.manifests = printed(*IMAGE, "--nodes", "1:2", "--name", "whole", str(job.script))
+    zero = job.pod(0, 1)
+    job.trains([1])
+    job.finish_all([zero])
+
+
+def test_the_runtime_of_the_cluster_begins_small_and_grows(pods: MakePods) -> None:
+    """With the variables that Kubeflow Trainer sets, the file's command, and a TrainJob's args."""
+    (runtime,) = yaml.safe_load_all(CLUSTER_RUNTIME.read_text())
+    agent = agent_of([runtime])
+    job = pods(2)
+    job.names([("digits-node-0-0.digits", 1)])
+
+    def start(index: int, node: int) -> Agent:
+        own = {each["name"]: each["value"] for each in agent["env"] if "value" in each}
+        own |= {**PET, "PET_NODE_RANK": str(index), "JOB_NAME": "digits", "POD_IP": job.hosts[node].v4}
+        words = [expanded(word, own) for word in agent["command"]]
+        assert words[:2] == ["holdfast", "run"]
+        assert not [word for word in words if "$(" in word]
+        runs = str(job.folder / f"runs-{index}")
+        return job.container(node, [*(word.replace(RUNS_PATH, runs) for word in words[2:]), str(job.script)], own)
+
+    zero = start(0, 1)
+    first = job.trains([1])
+    assert first.world == 2, "PET_NPROC_PER_NODE"
+    since_s = time.monotonic()
+    one = start(1, 2)
+    grown = job.trains([1, 2], since_s)
+    assert (grown.world, grown.place("node1")) == (4, [0, 1])
+    job.finish_all([zero, one])
     job.check()
 
 

@@ -114,6 +114,21 @@ def test_a_spare_comes_to_the_safe_point_at_which_a_replacement_joins(job_folder
 
 
 @pytest.mark.usefixtures("meshes_made_again")
+def test_a_spare_ends_with_the_others_though_a_replacement_is_about_to_join(job_folder: JobFolder) -> None:
+    """The training ends before the safe point at which it would have joined, and nobody is started again."""
+    case = {"epochs": 1, "kind": "hsdp", "multiple": 2, "nothing of its own": True, "replacements wait": True}
+    case["faults"] = [[1, "backward", 3], [0, "end of an epoch", 8, "wait"]]
+    line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "1", SHARDED)
+    agent = job_folder.start(*line, job_folder.folder, json.dumps(case))
+    until((job_folder.folder / "fault.1").exists, lambda: agent.text, LIMIT_S)
+    (job_folder.folder / "go on after 0").touch()
+    until(lambda: left([agent]), lambda: agent.text, LIMIT_S)
+    (job_folder.folder / "go on after 8").touch()
+    assert agent.end(LIMIT_S) == 0, agent.text
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
     case = {
         "epochs": 8,

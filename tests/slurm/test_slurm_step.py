@@ -267,6 +267,8 @@ def test_with_a_topology_the_coordinator_orders_the_nodes() -> None:
     parsed = taken("train.py", **topology)
     assert parsed.switches == ("core", "leaf2")
     assert not parsed.given("node_rank")
+    block = {"SLURM_TOPOLOGY_ADDR": "b02.n2.example.org", "SLURM_TOPOLOGY_ADDR_PATTERN": "block.node"}
+    assert taken("train.py", **block).switches == ("b02",), "topology/block: as its plugin of Slurm 25 writes it"
     static = taken("--rdzv-backend static train.py", **topology)
     assert (static.given("node_rank"), static.values.node_rank) == (True, 1), "it has no order of its own"
     flat = {"SLURM_TOPOLOGY_ADDR": "n2.example.org", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -254,13 +255,16 @@ def test_a_save_that_one_rank_makes_alone_is_told_soon(tmp_path: Path, monkeypat
         assert together(dist.HashStore(), talk) == ["saved"] * WORLD
 
 
-def test_ranks_that_do_not_come_to_resume_are_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["", "ht.process_group()"], ids=["resume", "process_group"])
+def test_ranks_that_do_not_come_to_meet_are_told_soon(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr("holdfast.train.agreement.MEETING_GUARD_S", 0.2)
+    named = {"call": call} if call else {}
+    where = re.escape(call or "ht.Snapshots (its resume(), or its first step())")
     with (
-        pytest.warns(GuardWarning, match=r"rank 0 has waited 0\.2 s in ht\.Snapshots .* for rank 1, 2"),
+        pytest.warns(GuardWarning, match=rf"rank 0 has waited 0\.2 s in {where} for rank 1, 2"),
         pytest.raises(SnapshotIncompleteError),
     ):
-        Peers.meeting(dist.HashStore(), 0, WORLD, 0.5)
+        Peers.meeting(dist.HashStore(), 0, WORLD, 0.5, **named)
 
 
 def test_saves_of_different_steps_are_not_mixed(tmp_path: Path) -> None:

@@ -24,13 +24,16 @@ from holdfast.protocol.errors import (
     RetentionError,
     ShardingError,
     SnapshotFolderError,
+    SnapshotIncompleteError,
     SnapshotMemoryError,
     SnapshotWriteError,
     TrackingError,
 )
 from holdfast.train import snapshots_api
 from holdfast.train.agreement import Interval, Schedule, Timekeeper, crossed
+from holdfast.train.pending import WherePending
 from holdfast.train.reservation import foreseen_bytes
+from holdfast.train.save import Saving
 from holdfast.train.snapshots import disk, in_process
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.saver_connection import STALL
@@ -130,6 +133,29 @@ def test_debris_alone_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.Monk
     job = Job(tmp_path, options=ht.SnapshotOptions(fresh_ok=True))
     assert job.resumed is None
     assert (tmp_path / name).exists() == name.startswith("bad")
+    job.snaps.close()
+
+
+def test_a_state_reaches_the_disk_at_a_safe_point_though_an_earlier_save_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part of a lost rank never came; that is known only while the ranks wait for the save of this state."""
+    job = Job(tmp_path, every=None)
+    job.train(2)
+    waits: list[str] = []
+    wait = Saving.wait
+
+    def failing(saving: Saving) -> None:
+        waits.append("wait")
+        if len(waits) == 1:
+            raise SnapshotIncompleteError("step 1 was not saved")
+        wait(saving)
+
+    monkeypatch.setattr(Saving, "wait", failing)
+    job.snaps._at_safe_point = WherePending.NONE
+    job.snaps._save_at_safe_point(leaves=True, nodes=1)
+    assert len(waits) == 2
+    assert any(name.startswith("step_000000002") for name in names(tmp_path))
     job.snaps.close()
 
 

@@ -44,7 +44,7 @@ def test_torch_loads_what_snapshots_saved(warm: Warm, tmp_path: Path) -> None:
     found = warm.found(SCRIPT, "tracked", tmp_path)
     for name, results in found["loaded"].items():
         for each in results:
-            assert each == {"state": found["saved"][0]["state"], "step": 3}, name
+            assert each == {"state": found["saved"][0]["state"], "step": 3, "has_id": True}, name
 
 
 def test_a_rank_that_fails_commits_nothing(warm: Warm, tmp_path: Path) -> None:
@@ -117,6 +117,27 @@ def test_the_newest_of_a_folder_or_of_a_step(tmp_path: Path) -> None:
     for wrong in ({"path": tmp_path, "step": 9}, {"path": tmp_path / "nowhere"}):
         with pytest.raises(NoSnapshotError, match="no snapshot"):
             ht.SnapshotReader(**wrong)
+
+
+def test_the_id_of_the_training_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a second life the launcher gives another id: the reader has the first one, and the writer passes it on."""
+    state = {"weight": torch.ones(3)}
+    monkeypatch.setenv("HOLDFAST_RUN_ID", "first")
+    save(tmp_path / "a", state)
+    monkeypatch.setenv("HOLDFAST_RUN_ID", "second")
+    reader = ht.SnapshotReader(tmp_path / "a")
+    assert reader.run_id == ""
+    dcp.load(state, storage_reader=reader)
+    assert reader.run_id == "first"
+    dcp.save(state, storage_writer=ht.SnapshotWriter(tmp_path / "a", step=2, run_id=reader.run_id))
+    monkeypatch.delenv("HOLDFAST_RUN_ID")
+    save(tmp_path / "none", state)
+    found = {}
+    for name in ("a", "none"):
+        reader = ht.SnapshotReader(tmp_path / name)
+        dcp.load(state, storage_reader=reader)
+        found[name] = reader.run_id
+    assert found == {"a": "first", "none": ""}
 
 
 def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:

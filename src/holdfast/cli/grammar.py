@@ -352,7 +352,9 @@ def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
         return []
     alike = [spelling for spelling in spellings if spelling.startswith(name)]
     old = [spelling for spelling in alike if not (spellings[spelling].ours or spellings[spelling].newer)]
-    return old or [spelling for spelling in alike if not spellings[spelling].ours] or alike
+    theirs = old or [spelling for spelling in alike if not spellings[spelling].ours]
+    # Two spellings of one option of ours are not two options; of torchrun's they are, for argparse.
+    return theirs or list({spellings[spelling].dest: spelling for spelling in reversed(alike)}.values())
 
 
 def nearest(word: str, spellings: Mapping[str, Option]) -> str:

@@ -21,6 +21,7 @@ from holdfast.cli.rendezvous import losses_survived
 from holdfast.cli.resolve import COMPILE_THREADS
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.run_folder import safe_name
 from holdfast.supervisor.worker_command import backends_text
 
@@ -425,6 +426,6 @@ def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str],
         known |= {"GROUP_RANK", "NODE_RANK"}
     variables.update(dict.fromkeys(set(BY_RENDEZVOUS) - known, ASSIGNED))
     variables["TORCHELASTIC_RUN_ID"] = job_id
-    if "HOLDFAST_RUN_ID" in variables and not environ.get("HOLDFAST_RUN_ID"):
-        variables["HOLDFAST_RUN_ID"] = job_id
+    if RUN_ID_VARIABLE in variables and not environ.get(RUN_ID_VARIABLE):
+        variables[RUN_ID_VARIABLE] = job_id
     return variables

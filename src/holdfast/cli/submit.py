@@ -35,6 +35,7 @@ from holdfast.protocol.errors import (
     ScriptError,
     UsageError,
 )
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 
 LOG_POLL_S, JOB_POLL_S = 0.3, 2.0
 """Intervals of polling: neither a shared file system nor Slurm reports changes."""
@@ -163,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
         from holdfast.cli import submit_k8s
 
         return submit_k8s.main(words[1:])
-    raise UsageError("no scheduler given; write holdfast submit --slurm or holdfast submit --k8s, then the options")
+    raise UsageError("the first word says where to: holdfast submit --slurm … or holdfast submit --k8s … (Kubernetes)")
 
 
 def to_slurm(argv: Sequence[str]) -> int:
@@ -581,7 +582,7 @@ def run_id_lines(batch: Batch) -> list[str]:
     own = f"{batch.name}-{batch.chain.removeprefix(CHAIN_MARK)}"
     return [
         "# One id for loggers (W&B, MLflow, TensorBoard) in all jobs of the chain.",
-        f"export HOLDFAST_RUN_ID=${{HOLDFAST_RUN_ID:-{shlex.quote(own)}}}",
+        f"export {RUN_ID_VARIABLE}=${{{RUN_ID_VARIABLE}:-{shlex.quote(own)}}}",
         "",
     ]
 

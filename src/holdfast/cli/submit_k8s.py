@@ -39,10 +39,11 @@ from holdfast.launchers.kubernetes import (
     RENDEZVOUS_PORT,
     RUNS_PATH,
     SHM_PATH,
+    Form,
     KubernetesJob,
-    documents,
     last_pod,
 )
+from holdfast.launchers.kubernetes_yaml import documents, plain
 from holdfast.protocol.errors import (
     EndpointError,
     MissingPackageError,
@@ -84,6 +85,9 @@ OWN = (
         ours("--name", TEXT, "", "name of the job, by default the script's", "NAME"),
         ours("--namespace", TEXT, "", "the namespace; by default kubectl's own", "NAME"),
         ours("--jobset", FLAG, False, "a JobSet instead of an Indexed Job with a Service"),
+        ours("--trainjob", FLAG, False, "a TrainJob of Kubeflow Trainer v2, with its TrainingRuntime"),
+        ours("--restart-agent", TEXT, "", "with --jobset: restart in place by this in-place-restart-agent", "IMAGE"),
+        ours("--queue", TEXT, "", "the LocalQueue of Kueue", "NAME"),
         ours("--retries", INT, 3, "how often a pod may fail; preemption does not count", "N"),
         ours("--ttl", INT, None, "delete the job this time after its end", "SECONDS"),
         ours("--label", TEXT, "", "a label on all objects, for example of a queue", "KEY=VALUE", many=True),
@@ -138,7 +142,8 @@ def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> Kubernete
     if not given.image:
         raise UsageError("--image is missing: an image with holdfast, the script and what it imports")
     least, most = nodes(parsed)
-    name = job_name(parsed, most)
+    form = form_of(parsed)
+    name = job_name(parsed, most, form)
     gpus = at_least_0(parsed, "gpus")
     processes = workers(parsed, gpus)
     check_run(parsed, processes, notices)
@@ -153,7 +158,9 @@ def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> Kubernete
         run_options=run_words(parsed, line, processes, alone=most == 1),
         args=(line.script or "", *line.args),
         namespace=checked(parsed, "namespace", checks.label),
-        jobset=given.jobset,
+        form=form,
+        restart_agent=restart_agent(parsed, form, elastic=least != most),
+        queue=checked(parsed, "queue", checks.label),
         gpus=gpus,
         gpu_resource=checked(parsed, "gpu_resource", checks.resource),
         cpus=cpus,
@@ -251,8 +258,33 @@ def nodes(parsed: Parsed) -> tuple[int, int]:
     return least, most
 
 
-def job_name(parsed: Parsed, most: int) -> str:
-    end = last_pod(most, jobset=parsed.values.jobset)
+def form_of(parsed: Parsed) -> Form:
+    if not parsed.values.trainjob:
+        return Form.JOBSET if parsed.values.jobset else Form.JOB
+    if parsed.values.jobset:
+        raise UsageError("--jobset and --trainjob exclude each other: Kubeflow makes a JobSet from a TrainJob")
+    if parsed.given("ttl"):
+        raise UsageError("--ttl: not valid with --trainjob: a TrainJob whose JobSet is deleted would begin again")
+    return Form.TRAINJOB
+
+
+def restart_agent(parsed: Parsed, form: Form, *, elastic: bool) -> str:
+    """The image of JobSet's agent for restarts in place; empty: none."""
+    if not parsed.given("restart_agent"):
+        return ""
+    if form is not Form.JOBSET:
+        raise UsageError("--restart-agent: only with --jobset: restarts in place are a strategy of JobSet")
+    if elastic:
+        raise NodesError(
+            "--restart-agent: not with a range of --nodes: JobSet starts the containers when all pods are there"
+        )
+    if not (parsed.values.namespace or parsed.values.service_account):
+        raise UsageError("--restart-agent: give --namespace too, for the rights of the account that it runs as")
+    return parsed.converted("restart_agent", checks.image)
+
+
+def job_name(parsed: Parsed, most: int, form: Form) -> str:
+    end = last_pod(most, form)
     if parsed.given("name"):
         return parsed.converted("name", lambda text: checks.job_name(text, end))
     return checks.job_name(checks.name_from(parsed.values.training_script), end)
@@ -403,7 +435,7 @@ JSON_FORMS = {"submit": ((ManifestsData,),)}
 
 def manifests_data(job: KubernetesJob, *, created: bool) -> ManifestsData:
     return ManifestsData(
-        name=job.name, namespace=job.namespace, created=created, manifests=kubernetes.plain(kubernetes.manifests(job))
+        name=job.name, namespace=job.namespace, created=created, manifests=plain(kubernetes.manifests(job))
     )
 
 
@@ -455,8 +487,13 @@ def apply(job: KubernetesJob, *, own_secret: bool, as_json: bool) -> int:
         print_json(manifests_data(job, created=True))
     space = f" -n {job.namespace}" if job.namespace else ""
     selector = f"-l app.kubernetes.io/instance={job.name}"
-    kinds = "jobset,secret" if job.jobset else "job,service,secret"
+    kinds = f"{','.join(kinds_of(job))},secret"
     # kubectl refuses to follow more than 5 pods without a larger limit.
     say(f"watch it:   kubectl logs{space} {selector} --prefix --follow --max-log-requests={max(job.most, 5)}")
     say(f"remove it:  kubectl delete{space} {kinds} {selector}")
     return 0
+
+
+def kinds_of(job: KubernetesJob) -> list[str]:
+    """The kinds of the manifests, as kubectl calls them; the job itself first."""
+    return [str(plain(each)["kind"]).lower() for each in reversed(kubernetes.manifests(job))]

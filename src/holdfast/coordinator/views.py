@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.training import Training
 from holdfast.coordinator.world import Member, Phase, World
-from holdfast.protocol.policy import JobSpec
+from holdfast.protocol.policy import Grow, JobSpec
 from holdfast.protocol.rank_progress import JobView, NodeView, RankView
 from holdfast.protocol.throughput import RankThroughput, Throughput
 from holdfast.text import spans
@@ -43,12 +43,27 @@ def job_view(
         training_s=training.training_s,
         why=world.stop_text if world is not None and phase is Phase.STOPPING else why,
         nodes=_node_views(membership.members.values(), world, phase, throughput, membership, now),
+        nodes_min=job.min_nodes,
+        nodes_max=job.max_nodes,
+        nodes_wanted=_nodes_wanted(job, world, membership, now),
         job_step=throughput.job.steps if throughput is not None else 0,
         job_steps=throughput.job_steps if throughput is not None else 0,
         left_s=throughput.left_s if throughput is not None and phase is Phase.RUNNING else 0.0,
         spares=spares,
         spares_why=_spares_why(spares, len(throughput.ranks)) if throughput is not None and spares else "",
     )
+
+
+def _nodes_wanted(job: JobSpec, world: World | None, membership: Membership, now: float) -> int:
+    """Number of nodes for an autoscaler. A node that takes no part for a time needs another one in its place."""
+    usable, places = job.max_nodes, frozenset[str]()
+    if world is not None:
+        places = frozenset(world.order)
+        if job.grow is Grow.NEVER or world.done:
+            usable = len(world.order)
+    waiting = {member.name for member, _ in membership.waiting(now)}
+    waiting |= {member.name for member in membership.members.values() if member.parked or member.leaving}
+    return usable + len(waiting.difference(places))
 
 
 def _spares_why(spares: Sequence[int], world_size: int) -> str:

@@ -250,6 +250,8 @@ Row = tuple[str, ...]
 def status_lines(view: JobView, *, ranks: bool | None = None) -> list[str]:
     """The lines of `holdfast status`. With `ranks` None there is a line for each rank if there are few."""
     lines = [headline(view), progress_line(view)]
+    if nodes := nodes_line(view):
+        lines.append(nodes)
     if view.why:
         lines.append(f"previous generation ended: {view.why}")
     if view.spares_why:
@@ -268,11 +270,19 @@ def status_lines(view: JobView, *, ranks: bool | None = None) -> list[str]:
 
 def headline(view: JobView) -> str:
     at_work = [node for node in view.nodes if node.group_rank is not None]
-    size = f"{plural(view.world_size, 'rank')} on {plural(len(at_work), 'node')}, " if view.world_size else ""
+    size = f"{plural(view.world_size, 'rank')} on {plural(len(at_work), 'node')}, " if at_work else ""
     return (
         f"run {spoken(view.run_id)}: {view.phase} for {duration(view.since_s)}, generation {view.generation}, {size}"
         f"restarts {view.restarts} of {view.restarts_max}"
     )
+
+
+def nodes_line(view: JobView) -> str:
+    """What the job would do with more nodes; empty: nothing."""
+    at_work = sum(node.group_rank is not None for node in view.nodes)
+    if at_work == 0 < view.nodes_min:
+        return f"{len(view.nodes)} of at least {plural(view.nodes_min, 'node')} have joined"
+    return f"it can use up to {plural(view.nodes_max, 'node')}" if at_work < view.nodes_max else ""
 
 
 def progress_line(view: JobView) -> str:

@@ -1,39 +1,19 @@
-"""The manifests of a job for Kubernetes: an Indexed Job with a headless Service, or a JobSet. PURE.
+"""The manifests of a job for Kubernetes, as data: an Indexed Job with a headless Service, a JobSet, or a TrainJob with
+its TrainingRuntime. PURE.
 
-Makes data, and from data YAML with comments by ruamel.yaml; the same data gives the same text. Knows the meaning of the
-fields; the comments in the manifest give the reasons. Knows no option of the command line and starts nothing.
-
-kubectl reads YAML 1.1, where `no` is false and `1:30` is 90. ruamel.yaml writes 1.2, or a directive that kubectl does
-not expect. So a text is in double quotes unless it is a plain word in both versions.
+Knows the meaning of the fields; the comments in the manifest give the reasons. Knows no option of the command line and
+starts nothing. kubernetes_yaml.py makes the text.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
-from typing import Any
+from enum import Enum
 
 from holdfast.launchers.kubernetes_names import Volume
-from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, EXIT_USAGE, MissingPackageError
-
-INDENT = 2
-LINE_CHARACTERS_MAX = 2**30
-"""Line width for ruamel.yaml, so large that no command is wrapped."""
-PLAIN = re.compile(r"(--)?[A-Za-z_/][A-Za-z0-9_./@=+,-]*(:[A-Za-z0-9_./@=+,-]+)*")
-"""Words that no YAML reader interprets as a number, a date or syntax."""
-WORDS_WITH_A_MEANING = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
-
-
-@dataclass(frozen=True)
-class Commented:
-    """A value with a comment above it."""
-
-    value: object
-    note: str
-
+from holdfast.launchers.kubernetes_yaml import Commented
+from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, EXIT_USAGE
 
 Manifest = dict[str, object]
 
@@ -41,7 +21,17 @@ RENDEZVOUS_PORT = 29400
 HEALTH_PORT = 9400
 CONTAINER = "agent"
 REPLICATED_JOB = "node"
-"""Name in a JobSet, and part of its pods' host names."""
+"""Name in a JobSet, and part of its pods' host names. Kubeflow Trainer wants it, for the container as well."""
+TRAINER_API = "trainer.kubeflow.org/v1alpha1"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+RESTART_CONTAINER = "restart-agent"
+RESTART_PORT = 8081
+"""Port at which JobSet's agent for restarts in place reports that all pods are there."""
+BARRIER_S_MAX = 3600
+"""Limit for that: pods may wait long for machines."""
+RETRIES_MAX = 2**31 - 1
+ENDS_OF_A_POD = (EXIT_USAGE, EXIT_REQUEUE, EXIT_NO_PROGRESS)
+"""Exit codes after which the same container must not be started again."""
 RUNS_PATH = "/var/holdfast/runs"
 SHM_PATH = "/dev/shm"
 GRACE_SLACK_S = 15
@@ -54,6 +44,15 @@ LIVENESS_FAILURES_MAX = 6
 OWN_VARIABLES = ("POD_IP", "JOB_COMPLETION_INDEX")
 POD_ADDRESS, POD_INDEX = (f"$({name})" for name in OWN_VARIABLES)
 """Kubernetes replaces them in the arguments."""
+
+
+class Form(Enum):
+    """The kind of object that makes the pods."""
+
+    JOB = "Job"
+    JOBSET = "JobSet"
+    TRAINJOB = "TrainJob"
+    """Kubeflow Trainer v2; it makes a JobSet of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,11 @@ class KubernetesJob:
     args: tuple[str, ...]
     """The script and its own arguments."""
     namespace: str
-    jobset: bool
+    form: Form
+    restart_agent: str
+    """Image of JobSet's in-place-restart-agent; empty: pods that end are replaced."""
+    queue: str
+    """Kueue's LocalQueue."""
     gpus: int
     gpu_resource: str
     cpus: str
@@ -111,8 +114,22 @@ class KubernetesJob:
     @property
     def endpoint(self) -> str:
         """Pod 0, by a name that stays the same over restarts."""
-        host = f"{self.name}-{REPLICATED_JOB}-0-0" if self.jobset else f"{self.name}-0"
+        host = f"{self.name}-0" if self.form is Form.JOB else f"{self.name}-{REPLICATED_JOB}-0-0"
         return f"{host}.{self.name}:{RENDEZVOUS_PORT}"
+
+    @property
+    def elastic(self) -> bool:
+        return self.least != self.most
+
+    @property
+    def nodes(self) -> str:
+        """The value of --nnodes."""
+        return f"{self.least}:{self.most}" if self.elastic else str(self.most)
+
+    @property
+    def container(self) -> str:
+        """Name of the agent's container."""
+        return REPLICATED_JOB if self.form is Form.TRAINJOB else CONTAINER
 
     @property
     def own_labels(self) -> Manifest:
@@ -128,16 +145,21 @@ class KubernetesJob:
         return {**self.own_labels, **dict(self.labels)}
 
 
-def last_pod(most: int, *, jobset: bool) -> str:
+def last_pod(most: int, form: Form) -> str:
     """The suffix of the last pod's host name, which is the longest one."""
-    return f"-{REPLICATED_JOB}-0-{most - 1}" if jobset else f"-{most - 1}"
+    return f"-{most - 1}" if form is Form.JOB else f"-{REPLICATED_JOB}-0-{most - 1}"
 
 
 def manifests(job: KubernetesJob) -> list[object]:
-    """The manifests in the order of their creation: the pods' names exist before the pods."""
-    if job.jobset:
-        return [jobset(job)]
-    return [*([] if job.alone else [service(job)]), indexed_job(job)]
+    """The manifests in the order of their creation: what the pods refer to exists before the pods."""
+    account = restart_account(job) if job.restart_agent and not job.service_account else []
+    match job.form:
+        case Form.JOB:
+            return [*([] if job.alone else [service(job)]), indexed_job(job)]
+        case Form.JOBSET:
+            return [*account, jobset(job)]
+        case Form.TRAINJOB:
+            return [training_runtime(job), train_job(job)]
 
 
 def secret(job: KubernetesJob, token: str) -> Manifest:
@@ -174,80 +196,146 @@ def service(job: KubernetesJob) -> Manifest:
     }
 
 
+def queued(job: KubernetesJob) -> Manifest:
+    """The metadata of the object that Kueue admits."""
+    made = metadata(job, job.name)
+    if job.queue:
+        made["labels"] = {**job.all_labels, QUEUE_LABEL: job.queue}
+        if job.elastic and job.form is Form.JOB:
+            # Kueue may also set completions to that number, but maxFailedIndexes must not be above it.
+            made["annotations"] = Commented(
+                {"kueue.x-k8s.io/job-min-parallelism": str(job.least)},
+                f"Kueue starts as many pods as the queue has room for, {job.least} or more.",
+            )
+    return made
+
+
 def indexed_job(job: KubernetesJob) -> Manifest:
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(job, job.name), "spec": job_spec(job)}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": queued(job), "spec": job_spec(job)}
 
 
 def jobset(job: KubernetesJob) -> Manifest:
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": queued(job),
+        "spec": jobset_spec(job),
+    }
+
+
+def training_runtime(job: KubernetesJob) -> Manifest:
+    """The pods of a TrainJob. Kubeflow Trainer makes a JobSet from it, with TrainJob's number of nodes."""
+    return {
+        "apiVersion": TRAINER_API,
+        "kind": "TrainingRuntime",
+        "metadata": metadata(job, job.name),
+        "spec": {
+            "mlPolicy": Commented(
+                {"numNodes": job.most, "torch": {}},
+                "Kubeflow sets torchrun's variables (PET_NNODES and others); the arguments below take precedence.",
+            ),
+            "template": {"spec": jobset_spec(job)},
+        },
+    }
+
+
+def train_job(job: KubernetesJob) -> Manifest:
+    return {
+        "apiVersion": TRAINER_API,
+        "kind": "TrainJob",
+        "metadata": queued(job),
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
+            "trainer": {"numNodes": job.most},
+        },
+    }
+
+
+def jobset_spec(job: KubernetesJob) -> Manifest:
     """The JobSet, from which the controller makes the Service and one Indexed Job."""
-    template: Manifest = {"metadata": {"labels": job.all_labels}, "spec": job_spec(job)}
+    labels = job.all_labels
+    if job.form is Form.TRAINJOB:
+        labels = {**labels, "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    template: Manifest = {"metadata": {"labels": labels}, "spec": job_spec(job)}
     spec: Manifest = {
         "network": {
             "enableDNSHostnames": True,
             "subdomain": job.name,
             "publishNotReadyAddresses": Commented(True, "The nodes meet before they are ready."),
         },
-        "failurePolicy": Commented(
-            {"maxRestarts": 0}, "The Job below counts failures; a restart of all pods would stop the healthy ones."
-        ),
+        "failurePolicy": failure_policy(job),
         "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": template}],
     }
     if job.ttl_s is not None:
         spec["ttlSecondsAfterFinished"] = job.ttl_s
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata(job, job.name),
-        "spec": spec,
-    }
+    return spec
+
+
+def failure_policy(job: KubernetesJob) -> object:
+    if not job.restart_agent:
+        return Commented(
+            {"maxRestarts": 0}, "The Job below counts failures; a restart of all pods would stop the healthy ones."
+        )
+    return Commented(
+        {
+            "maxRestarts": job.retries,
+            "restartStrategy": "InPlaceRestart",
+            "rules": [
+                {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+            ],
+        },
+        "If a container ends with a failure, all pods restart their containers and keep their machines: --retries.",
+    )
 
 
 def job_spec(job: KubernetesJob) -> Manifest:
-    elastic = job.least != job.most
     spec: Manifest = {
         "completionMode": "Indexed",
         "completions": job.most,
         "parallelism": job.most,
-        "backoffLimitPerIndex": Commented(job.retries, "How often a pod may fail: --retries."),
-        "maxFailedIndexes": Commented(
-            job.most - job.least,
-            "The job can continue without this many nodes."
-            if elastic
-            else "Every node is needed: the job ends if one fails finally.",
-        ),
+        **retry_limits(job),
         "podReplacementPolicy": Commented("Failed", "Never two pods of one index at a time."),
-        "podFailurePolicy": {"rules": failure_rules()},
+        "podFailurePolicy": {"rules": failure_rules(job)},
     }
-    if elastic:
+    if job.elastic:
         spec["successPolicy"] = Commented(
             {"rules": [{"succeededIndexes": "0"}]},
             "Pod 0 knows when the job is done; pods that were never scheduled are not waited for.",
         )
-    if job.ttl_s is not None and not job.jobset:
+    if job.ttl_s is not None and job.form is Form.JOB:
         spec["ttlSecondsAfterFinished"] = job.ttl_s
     spec["template"] = {"metadata": {"labels": job.all_labels}, "spec": pod_spec(job)}
     return spec
 
 
-def failure_rules() -> list[object]:
+def retry_limits(job: KubernetesJob) -> Manifest:
+    if job.restart_agent:
+        return {"backoffLimit": Commented(RETRIES_MAX, "The JobSet counts failures.")}
+    return {
+        "backoffLimitPerIndex": Commented(job.retries, "How often a pod may fail: --retries."),
+        "maxFailedIndexes": Commented(
+            job.most - job.least,
+            "The job can continue without this many nodes."
+            if job.elastic
+            else "Every node is needed: the job ends if one fails finally.",
+        ),
+    }
+
+
+def failure_rules(job: KubernetesJob) -> list[object]:
     """The ends of a pod that count as failures. The first matching rule decides; without one the end counts."""
+    ended = {"containerName": job.container, "operator": "In"}
     return [
         Commented(
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             "Preemption, eviction, a drained or lost node: the pod is replaced and joins again.",
         ),
         Commented(
-            {
-                "action": "Ignore",
-                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_REQUEUE]},
-            },
+            {"action": "Ignore", "onExitCodes": {**ended, "values": [EXIT_REQUEUE]}},
             f"{EXIT_REQUEUE}: it was asked to leave, and has saved and left.",
         ),
         Commented(
-            {
-                "action": "FailJob",
-                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_USAGE, EXIT_NO_PROGRESS]},
-            },
+            {"action": "FailJob", "onExitCodes": {**ended, "values": [EXIT_USAGE, EXIT_NO_PROGRESS]}},
             f"{EXIT_USAGE}: the line or the configuration is wrong; {EXIT_NO_PROGRESS}: the job fails at the same step "
             "again and again. Another attempt would not help.",
         ),
@@ -258,7 +346,7 @@ def pod_spec(job: KubernetesJob) -> Manifest:
     spec: Manifest = {
         "restartPolicy": Commented("Never", "A pod that ended is replaced by a new one, by the rules above.")
     }
-    if not job.alone and not job.jobset:
+    if not job.alone and job.form is Form.JOB:
         spec["subdomain"] = Commented(job.name, "With the Service: pods are called NAME-INDEX.NAME.")
     spec["terminationGracePeriodSeconds"] = Commented(
         job.grace_s,
@@ -266,8 +354,8 @@ def pod_spec(job: KubernetesJob) -> Manifest:
         f"{seconds(job.save_s)} to write snapshots, and {GRACE_SLACK_S} for the end.",
     )
     spec["enableServiceLinks"] = False
-    if job.service_account:
-        spec["serviceAccountName"] = job.service_account
+    if account := job.service_account or (restart_account_name(job) if job.restart_agent else ""):
+        spec["serviceAccountName"] = account
     else:
         spec["automountServiceAccountToken"] = False
     if job.pull_secret:
@@ -284,14 +372,66 @@ def pod_spec(job: KubernetesJob) -> Manifest:
             "fsGroup": job.run_as[1],
             "seccompProfile": {"type": "RuntimeDefault"},
         }
+    if job.restart_agent:
+        spec["initContainers"] = [restart_container(job)]
     spec["containers"] = [container(job)]
     spec["volumes"] = volumes(job)
     return spec
 
 
+def restart_container(job: KubernetesJob) -> Manifest:
+    """JobSet's agent for restarts in place (KEP-467), beside our agent: it ends when all pods are to restart.
+
+    Not around our agent, its other mode: it would end it by SIGKILL, without time to save.
+    """
+    fields = {"JOBSET_NAME": "metadata.annotations['jobset.sigs.k8s.io/jobset-name']", "POD_NAME": "metadata.name"}
+    return {
+        "name": RESTART_CONTAINER,
+        "image": job.restart_agent,
+        "restartPolicy": Commented("Always", "A container that runs beside the next ones."),
+        "restartPolicyRules": [
+            {"action": "RestartAllContainers", "exitCodes": {"operator": "NotIn", "values": [0]}},
+        ],
+        "startupProbe": Commented(
+            {
+                "httpGet": {"path": "/barrier-is-down", "port": RESTART_PORT},
+                "periodSeconds": 1,
+                "failureThreshold": BARRIER_S_MAX,
+            },
+            "The nodes start when all pods are there.",
+        ),
+        "env": [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+
+
+def restart_account_name(job: KubernetesJob) -> str:
+    return f"{job.name}-restart"
+
+
+def restart_account(job: KubernetesJob) -> list[Manifest]:
+    """The account of JobSet's agent for restarts in place, which marks its own pod and watches the JobSet."""
+    meta, group = metadata(job, restart_account_name(job)), "rbac.authorization.k8s.io"
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]},
+        {"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": ["get", "list", "watch"]},
+    ]
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
+        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": meta, "rules": rules},
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": meta,
+            "subjects": [{"kind": "ServiceAccount", "name": restart_account_name(job), "namespace": job.namespace}],
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": restart_account_name(job)},
+        },
+    ]
+
+
 def container(job: KubernetesJob) -> Manifest:
     made: Manifest = {
-        "name": CONTAINER,
+        "name": job.container,
         "image": job.image,
         "command": ["holdfast", "run"],
         "args": arguments(job),
@@ -305,6 +445,17 @@ def container(job: KubernetesJob) -> Manifest:
         ]
     if resources := amounts(job):
         made["resources"] = resources
+    if job.restart_agent:
+        made["restartPolicy"] = "Never"
+        made["restartPolicyRules"] = Commented(
+            [
+                {
+                    "action": "RestartAllContainers",
+                    "exitCodes": {"operator": "NotIn", "values": [0, *ENDS_OF_A_POD]},
+                }
+            ],
+            "Any other failure restarts the containers of this pod, and then those of all pods.",
+        )
     made["ports"] = ports(job)
     made |= probes()
     made["securityContext"] = {"allowPrivilegeEscalation": False}
@@ -319,9 +470,8 @@ def arguments(job: KubernetesJob) -> list[object]:
     if job.alone:
         rendezvous: list[object] = ["--standalone"]
     else:
-        nodes = str(job.most) if job.least == job.most else f"{job.least}:{job.most}"
         rendezvous = [
-            f"--nnodes={nodes}",
+            f"--nnodes={job.nodes}",
             f"--node-rank={POD_INDEX}",
             "--rdzv-backend=c10d",
             Commented(f"--rdzv-endpoint={job.endpoint}", "Pod 0, by a name that it keeps when it is replaced."),
@@ -435,65 +585,3 @@ def mounts(job: KubernetesJob) -> list[object]:
             mount["readOnly"] = True
         made.append(mount)
     return made
-
-
-def documents(values: Sequence[object], head: str = "") -> str:
-    """Several documents in one text, under a comment. Raises MissingPackageError."""
-    try:
-        from ruamel.yaml import YAML
-    except ImportError:
-        raise MissingPackageError("holdfast submit --k8s needs ruamel.yaml: pip install 'holdfast[k8s]'") from None
-    emitter = YAML()
-    emitter.indent(mapping=INDENT, sequence=2 * INDENT, offset=INDENT)
-    emitter.width = LINE_CHARACTERS_MAX
-    texts = []
-    for value in values:
-        text = StringIO()
-        emitter.dump(emittable(value), text)
-        texts.append(text.getvalue())
-    return "".join(f"{f'# {line}'.rstrip()}\n" for line in comment(head)) + "---\n".join(texts)
-
-
-def plain(value: object) -> Any:
-    """The value without its comments, for JSON."""
-    match value:
-        case Commented():
-            return plain(value.value)
-        case Mapping():
-            return {key: plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [plain(item) for item in value]
-    return value
-
-
-def emittable(value: object, column: int = 0) -> Any:
-    """Convert the value for ruamel.yaml, with its comments at `column`. Raises TypeError for a type that YAML lacks."""
-    from ruamel.yaml.comments import CommentedMap, CommentedSeq
-    from ruamel.yaml.scalarstring import DoubleQuotedScalarString
-
-    match value:
-        case Commented():
-            return emittable(value.value, column)
-        case None | bool() | int():
-            return value
-        case str():
-            is_plain = PLAIN.fullmatch(value) and value.lower() not in WORDS_WITH_A_MEANING
-            return value if is_plain else DoubleQuotedScalarString(value)
-        case Mapping():
-            made: Any = CommentedMap()
-            for key, item in value.items():
-                made[emittable(key)] = emittable(item, column + INDENT)
-        case Sequence():
-            made = CommentedSeq(emittable(item, column + INDENT) for item in value)
-        case _:
-            raise TypeError(f"{type(value).__name__} is not for YAML")
-    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-        if isinstance(item, Commented):
-            made.yaml_set_comment_before_after_key(key, before="\n".join(comment(item.note)), indent=column)
-    return made
-
-
-def comment(note: str) -> Iterator[str]:
-    """The lines of a comment. A character that is not printable would end the comment, or the document."""
-    for line in note.splitlines():
-        yield "".join(letter if letter.isprintable() else "?" for letter in line)

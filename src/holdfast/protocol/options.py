@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from holdfast.protocol.errors import BindingError
 from holdfast.protocol.policy import JobSpec, Limits
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
     from holdfast.protocol.messages import Assign, Start
@@ -258,8 +259,8 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": parent.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
     # The default of --rdzv-id is the same for all jobs: it would mix their curves in one run of a logger.
-    if (run_id := parent.get("HOLDFAST_RUN_ID") or options.job.run_id) != RUN_ID_OF_ALL:
-        environment["HOLDFAST_RUN_ID"] = run_id
+    if (run_id := parent.get(RUN_ID_VARIABLE) or options.job.run_id) != RUN_ID_OF_ALL:
+        environment[RUN_ID_VARIABLE] = run_id
     if start.job_uid:
         environment["HOLDFAST_JOB_UID"] = start.job_uid
     if start.before:

@@ -132,6 +132,13 @@ class JobView(Struct, frozen=True, kw_only=True):
     why: str = ""
     """The reason for the end of the last generation; empty: unknown, or there was none."""
     nodes: tuple[NodeView, ...] = ()
+    nodes_min: int = 0
+    """Number of nodes with which the job runs at least; 0: unknown."""
+    nodes_max: int = 0
+    """Number of nodes that the job can use at most; 0: unknown."""
+    nodes_wanted: int = 0
+    """Number of nodes that should exist now: those that it can use, and those that are there but take no part; 0:
+    unknown."""
     notices: tuple[str, ...] = ()
     """Current hangs and stragglers, in words."""
     job_step: int = 0

@@ -40,6 +40,8 @@ class Survive(Enum):
     """All workers are stopped and started again."""
 
 
+RUN_ID_VARIABLE = "HOLDFAST_RUN_ID"
+"""One id of the training for loggers. An agent's own goes to its workers; a snapshot's replaces it."""
 SURVIVE_VARIABLE = "HOLDFAST_SURVIVE"
 """The variable of --survive, also in workers: `ht.survive` says what it means, and checks that it can."""
 REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"

@@ -286,8 +286,16 @@ class Peers:
         return cls.meeting(store, dist.get_rank(), dist.get_world_size())
 
     @classmethod
-    def meeting(cls, store: Any, rank: int, world: int, patience_s: float = PATIENCE_S) -> Peers:
-        """The peers that meet in this store, under a prefix that no earlier life of the job has used.
+    def meeting(
+        cls,
+        store: Any,
+        rank: int,
+        world: int,
+        patience_s: float = PATIENCE_S,
+        call: str = "ht.Snapshots (its resume(), or its first step())",
+    ) -> Peers:
+        """The peers that meet in this store, under a prefix that no earlier life of the job has used. `call`: the call
+        of the script in which they meet.
 
         torchrun keeps one store over its restarts, so messages of dead processes could be mistaken for answers.
         Therefore each rank sends a random word, and waits for an answer to that word: the prefix, which is the random
@@ -295,7 +303,7 @@ class Peers:
         """
         word = os.urandom(8).hex()
         peers = cls(rank, world, store, patience_s)
-        with peers.calling("ht.Snapshots (its resume(), or its first step())", MEETING_GUARD_S):
+        with peers.calling(call, MEETING_GUARD_S):
             if rank:
                 store.set(f"hello/{rank}", word)
                 word = peers._take([word])[0].decode()

@@ -168,9 +168,13 @@ class GenerationCalls:
 
     def leave_if_cut(self) -> None:
         """Raise Released if the function has to be left at once."""
-        release = self.channel.released
-        if release is not None and release.cut:
+        if self.is_cut():
             raise Released
+
+    def is_cut(self) -> bool:
+        """Whether a rank was lost, so that the function has to be left at once."""
+        release = self.channel.released
+        return release is not None and release.cut
 
     def _at_safe_point(self, rank: Rank) -> None:
         """Handle the order to all ranks to stop after this step. Raises Released if they only regroup."""
@@ -230,6 +234,13 @@ class GenerationCalls:
         self.generation = go.generation
         forget_pending()
         return regroup(self.group, go.generation, self._ranks)
+
+    def leave_out_spares(self) -> Peers | None:
+        """Form the first world anew, without the ranks that do not train. All ranks call this. Returns the ranks that
+        train; None: this rank is a spare."""
+        # Who has come here is in no collective operation of the program any more, which would fail with the group.
+        Peers(self.group.rank, self.group.world, dist.PrefixStore("spares", self.group.store)).all_gather(0)
+        return regroup(self.group, self.generation, self._ranks)
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Let all ranks be restarted, and wait for that. Raising the exception here would make it look like the cause

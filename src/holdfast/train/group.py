@@ -225,7 +225,7 @@ def regroup(group: ProcessGroup, generation: int, ranks: Callable[[int], int] = 
     variables = _LauncherVariables.of_environment()
     name = f"holdfast.generation.{generation}"
     used = replace(variables, world=ranks(variables.world))
-    if not 1 <= used.world <= variables.world:
+    if not 0 <= used.world <= variables.world:
         raise ProcessGroupError(f"ht.survive(ranks=…): {used.world} of {variables.world} ranks would train")
     if variables.rank >= used.world:
         group.connection.generation_store = dist.PrefixStore(name, _store_of_generation(variables, {}))
@@ -394,7 +394,8 @@ def _without_the_dead(store: Any, variables: _LauncherVariables, timeout_s: floa
     if one_node or variables.world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return fresh
     try:
-        peers = Peers.meeting(fresh, variables.rank, variables.world, PATIENCE_S if timeout_s is None else timeout_s)
+        patience_s = PATIENCE_S if timeout_s is None else timeout_s
+        peers = Peers.meeting(fresh, variables.rank, variables.world, patience_s, "ht.process_group()")
     except SnapshotIncompleteError as error:
         raise ProcessGroupError(f"The group did not form: {error.args[0].splitlines()[0]}.") from error
     return peers.store

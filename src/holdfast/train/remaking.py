@@ -33,10 +33,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import secrets
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -46,13 +49,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.linux import boot_id
 from holdfast.protocol.errors import MadeBeforeError, ProcessGroupError
 from holdfast.train import torch_private
 from holdfast.train.agent_channel import AgentChannel, Release, is_replacement
+from holdfast.train.agreement import Peers
 from holdfast.train.carrying import check_function, is_sharded, name_of, used_by, why_data_stay
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
-from holdfast.train.generation_calls import GenerationCalls, RegroupReport
+from holdfast.train.generation_calls import GenerationCalls, RegroupReport, Released
 from holdfast.train.group import ProcessGroup
 from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
@@ -68,8 +73,11 @@ T = TypeVar("T")
 
 SPARE_POLL_S = 0.05
 """Pause between two looks of a spare (s)."""
-TRAINED = "trained"
-"""The key in the store under which the ranks that train say that they have ended."""
+NONE_FIT_S = 600.0
+"""Limit of the wait for more ranks, if none of those that are there would train."""
+TRAINED, LEFT = "trained", "left"
+"""Keys in the store under which the ranks that train say that they have ended, or that all leave the training function
+at a safe point."""
 
 
 def multiple_of(number: int) -> Callable[[int], int]:
@@ -92,16 +100,15 @@ class Remaker:
         ranks: Callable[[int], int] | None = None,
     ) -> None:
         """`ranks`: the number of ranks that train, of those that are there; None: all. Raises MadeBeforeError for what
-        was made before the function and ends with a generation, ProcessGroupError for a number of ranks that do not
-        all train from the start."""
+        was made before the function and ends with a generation."""
         ranks = ranks or (lambda world: world)
-        if not is_replacement() and (used := ranks(group.world)) != group.world:
-            raise ProcessGroupError(f"ht.survive(ranks=…): {used} of {group.world} ranks would train: start {used}")
         self._snaps, self._function = snaps, function
         self._older = _modules_and_data()
         """The modules, loaders and samplers that were made before the function was called, by their identities."""
         self._check_made_before()
         self._calls = GenerationCalls(group, channel, ranks)
+        self._all_fit = ranks(group.world) == group.world
+        """Whether all ranks of the generation in which this process was started train."""
         self._spare = False
         """Whether this rank does not train in the present generation."""
         self._random = random_state()
@@ -112,6 +119,8 @@ class Remaker:
         """The state after the last complete step; None: a loss loses parts of it, or there is no model yet."""
         self._checked = False
         """Whether the function was checked."""
+        self._resumed = 0
+        """The number of states that were taken in this world: each has its messages in the store."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -122,6 +131,8 @@ class Remaker:
             if is_replacement():
                 self._calls.channel.say("ready")
                 self._calls.refusing_errors(self._enter)
+            elif not self._all_fit:
+                self._spare = self._calls.refusing_errors(self._calls.leave_out_spares) is None
             found = self._calls.run(lambda: self._wait_as_spare() if self._spare else self._train(train), self)
         if self._spare:
             raise SystemExit(0)  # the others have ended the training
@@ -141,9 +152,15 @@ class Remaker:
         sys.stderr.write(f"holdfast: ht.survive: rank {group.rank} waits as a spare: ranks= lets {group.world} train\n")
         calls.step_is_done()
         drain.wait_as_spare(True)
+        none_fit_by_s = inf if group.world else time.monotonic() + NONE_FIT_S
         try:
             while not calls.generation_store.check([TRAINED]):
                 calls.leave_if_cut()
+                if time.monotonic() > none_fit_by_s:
+                    raise ProcessGroupError(
+                        "ht.survive(ranks=…): the ranks that are there are too few, so none trains, and no others came "
+                        f"within {NONE_FIT_S:g} s"
+                    )
                 if not drain.asked():
                     time.sleep(SPARE_POLL_S)
                 elif drain.should_stop():
@@ -164,8 +181,24 @@ class Remaker:
         return self._snaps.state.step
 
     def at_safe_point(self, release: Release) -> None:
+        if self._spare:
+            self._await_others()
+            return
         if not release.cut:
             self._snaps._save_at_safe_point(leaves=release.leaves, nodes=release.nodes)
+        store = self._calls.generation_store
+        if store is not None and self._calls.group.rank == 0:
+            store.set(LEFT, "1")
+
+    def _await_others(self) -> None:
+        """Wait, as a spare at a safe point, until the others leave for it, too. If training ends before, this rank ends
+        with them: at the gate it would wait in vain, and all would be started again."""
+        calls = self._calls
+        while calls.group.world and not calls.generation_store.check([LEFT]):
+            calls.leave_if_cut()
+            if calls.generation_store.check([TRAINED]):
+                raise SystemExit(0)
+            time.sleep(SPARE_POLL_S)
 
     def go_on(self, report: RegroupReport) -> None:  # noqa: ARG002 - `resumed` completes it
         """Let everything go, and enter the next generation."""
@@ -182,6 +215,7 @@ class Remaker:
         self._enter()
 
     def _enter(self) -> None:
+        self._resumed = 0
         peers = self._calls.enter(self._calls.channel.await_go())
         forget_previous_end()
         self._spare = peers is None
@@ -229,10 +263,21 @@ class Remaker:
             self.withdraw(why)
         elif not self._snaps.memory_place:
             self.withdraw("states are not in memory, from which the ranks could go on")
-        else:
-            world, lock = self._calls.group.world, self._calls.channel.uninterrupted
-            if not self._snaps._options.replicas_differ:
-                self._replicas = replica_state(tracker, self._snaps.memory_place, world, lock)
+        elif not self._snaps._options.replicas_differ:
+            self._replicas = replica_state(tracker, self._snaps.memory_place, self._calls.group.world)
+        self._agree_on_steps()
+
+    def _agree_on_steps(self) -> None:
+        """Let the ranks agree on each step before an optimizer changes anything, if all are on one node and have
+        replicas of each part. All ranks call this."""
+        group, replicas, place = self._calls.group, self._replicas, self._snaps.memory_place
+        if group.world == 1:
+            return
+        self._resumed += 1
+        peers = Peers(group.rank, group.world, dist.PrefixStore(f"steps/{self._resumed}", group.store))
+        answers = peers.all_gather([_identity(place) if replicas is not None else "", secrets.token_hex(8)])
+        if replicas is not None and answers[0][0] and all(where == answers[0][0] for where, _ in answers):
+            replicas.agree(os.path.join(place, f"{answers[0][1]}.steps"), group.rank, group.world)
 
     def outlives(self, error: BaseException) -> bool:
         """Whether this process goes on after the error, which is the consequence of a loss."""
@@ -241,12 +286,17 @@ class Remaker:
     def at_boundary(self) -> None:
         """A step is complete. Raises Released if the training function is to be left here, and TrackingError if an
         optimizer is not tracked."""
-        if self._optimizers is not None:
+        # After a step's work the processor's caches have none of this, and each call costs about a microsecond: so
+        # what has nothing to do is not called.
+        if self._optimizers is not None and self._optimizers.found:
             self._optimizers.check()
         if self._replicas is not None:
             self._replicas.mark()
-        self._calls.step_is_done()
-        self._calls.leave_if_cut()
+        calls = self._calls
+        if calls.report is not None:
+            calls.step_is_done()
+        if calls.channel.released is not None:
+            calls.leave_if_cut()
 
     def withdraw(self, why: str) -> None:
         """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""
@@ -254,8 +304,11 @@ class Remaker:
             self._snaps._not_survived = why
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._optimizers is not None and self._optimizers.note(optimizer) and self._replicas is not None:
-            self._replicas.note_stepping()
+        optimizers, replicas = self._optimizers, self._replicas
+        if optimizers is None or not (id(optimizer) in optimizers.tracked or optimizers.note(optimizer)):
+            return
+        if replicas is not None and not replicas.stepping and not replicas.begin_stepping(self._calls.is_cut):
+            raise Released
 
     # --- what was made before ---------------------------------------------------------------------------------------
 
@@ -283,6 +336,15 @@ def check_not_sharded(
     for name, each in modules:
         if is_sharded(each, recurse=recurse):
             raise _refusal(f"{name}, which is sharded,", function)
+
+
+def _identity(folder: str) -> str:
+    """Names this folder among those of all nodes."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return ""
+    return f"{boot_id()} {found.st_dev}:{found.st_ino}"
 
 
 def _refusal(what: str, function: Callable[..., Any]) -> MadeBeforeError:

@@ -5,8 +5,12 @@ So each of the others leaves in memory what it has of the last complete step, be
 (`Saving.leave_alone`). If all parts are there, training goes on from that step, and none is lost; otherwise from the
 state in memory before.
 
-A rank whose optimizer has begun to step, or whose parameters have changed since the last step was complete, leaves no
-tensors. The text of the lost rank is that of another one; its random numbers are in a record that outlives it
+On one node no rank enters its optimizer before all ranks have their gradients (step_agreement.py), so the last complete
+step is that of all. On several nodes a rank whose optimizer has begun to step completes this step, and others may be
+unable to: then training goes on from the state in memory before. A rank whose parameters have changed since the last
+step was complete, in any other way, leaves no tensors.
+
+The text of the lost rank is that of another one; its random numbers are in a record that outlives it
 (random_numbers.py). Objects of the program's own may be different on each rank: with these it is not done. On a GPU
 neither: work that was queued for a step may still change the parameters of the step before.
 
@@ -16,7 +20,7 @@ Knows the tracked objects. Knows nothing of process groups.
 from __future__ import annotations
 
 import contextlib
-import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +33,15 @@ from holdfast.train.own_objects import unknown_objects
 from holdfast.train.random_numbers import RandomRecord
 from holdfast.train.save import Saving
 from holdfast.train.state import Tracker
+from holdfast.train.step_agreement import StepAgreement, StepEntry
 
 
 class ReplicaState:
     """The state of this rank after its last step, in a world in which each part is on several ranks."""
 
-    def __init__(self, tracker: Tracker, place: str, uninterrupted: threading.RLock) -> None:
-        """`place`: a folder in memory that outlives this process. `uninterrupted`: a lock under which the main thread
-        is not interrupted."""
-        self._tracker, self._uninterrupted = tracker, uninterrupted
+    def __init__(self, tracker: Tracker, place: str) -> None:
+        """`place`: a folder in memory that outlives this process."""
+        self._tracker = tracker
         with contextlib.suppress(OSError):  # that of the world before: steps may be done again with other numbers
             Path(RandomRecord.path(place)).unlink()
         self._boundary = Boundary(tracker, place)
@@ -46,13 +50,33 @@ class ReplicaState:
             self._hooks.enter_context(noted_forward(model, self._boundary.forward_done))
         self._boundary.mark(tracker.state, begins=True)
         self.stepping = False
-        """Whether an optimizer has begun to step since the last step was complete."""
+        """Whether an optimizer of the tracked models has begun to step since the last step was complete."""
+        self._agreement: StepAgreement | None = None
+        """The agreement of all ranks on each step; None: they are on several nodes, or share no memory."""
 
-    def note_stepping(self) -> None:
-        """An optimizer of the tracked models begins to step."""
-        if not self.stepping:
-            with self._uninterrupted:
-                self.stepping = True
+    def agree(self, path: str, rank: int, world: int) -> None:
+        """Agree with all ranks on each step, by this file. Without room for it they do not."""
+        with contextlib.suppress(OSError):
+            self._agreement = StepAgreement(path, rank, world)
+
+    def begin_stepping(self, is_cut: Callable[[], bool]) -> bool:
+        """The optimizer is about to change parameters: wait until all ranks have their gradients. Returns False if a
+        rank was lost before: then this step is given up. `is_cut`: whether a rank was lost."""
+        if self._agreement is not None:
+            agreed = self._agreement.enters(self._tracker.state.step + 1, is_cut)
+            if agreed is StepEntry.LEFT:
+                return False
+            if agreed is StepEntry.UNKNOWN:
+                self.end_agreement(lost=False)
+        # No lock: an interruption just before this comes before the optimizer has changed anything.
+        self.stepping = True
+        return True
+
+    def end_agreement(self, *, lost: bool) -> None:
+        """Agree on no more steps of this world."""
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.end(lost=lost)
 
     def mark(self) -> None:
         """A step is complete."""
@@ -60,7 +84,9 @@ class ReplicaState:
         self.stepping = False
 
     def leave(self, saving: Saving) -> None:
-        """Leave the state after the last complete step in memory. An error costs the steps since the state before."""
+        """Leave the state after the last complete step in memory, since a rank was lost. An error costs the steps since
+        the state before."""
+        self.end_agreement(lost=True)
         with contextlib.suppress(HoldfastError, RuntimeError, ValueError, TypeError):
             clean = not self.stepping and self._boundary.untouched()
             self._boundary.rewind(self._tracker.state)
@@ -69,16 +95,17 @@ class ReplicaState:
 
     def close(self) -> None:
         """No step follows."""
+        self.end_agreement(lost=False)
         self._hooks.close()
         self._boundary.objects.close()
 
 
-def replica_state(tracker: Tracker, place: str, world: int, uninterrupted: threading.RLock) -> ReplicaState | None:
+def replica_state(tracker: Tracker, place: str, world: int) -> ReplicaState | None:
     """The state of this rank, if living ranks can have all of it when one is lost; None: they cannot."""
     replicated = world > 1 and all(_has_replicas(model) for model in tracker.models)
     if not (replicated and place) or unknown_objects(tracker.others):
         return None
-    return ReplicaState(tracker, place, uninterrupted)
+    return ReplicaState(tracker, place)
 
 
 def _has_replicas(model: nn.Module) -> bool:

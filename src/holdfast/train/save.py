@@ -502,18 +502,25 @@ class Saving:
         has, for no rank can be asked what others have. Returns whether that was possible. `tensors`: whether those are
         of the same step as the rest; False: they are left out.
 
-        It takes the place of the older state in memory. So the newer one has to be whole: this one may lack a part."""
-        newest = self.tier.slots.committed() if isinstance(self.tier, SaverClient) else []
-        request = newest[0].request if newest else None
-        if request is None or request.identity != self._whole or request.step == self._tracker.state.step:
+        It takes the place of the oldest state in this rank's memory. That must not be the newest one that is whole,
+        since this one may lack a part: if the loss came during a save, one more state is kept from then on. A spare
+        that trains since the last regroup, and a replacement, may have no part of the whole one."""
+        if not isinstance(self.tier, SaverClient):
+            return False
+        slots, step, whole = self.tier.slots, self._tracker.state.step, self._whole
+        if whole is not None and whole[0] == step:
+            return False
+        requests = [slot.request for slot in slots.committed()]
+        oldest = requests[-1] if len(requests) > 1 else None
+        if oldest is not None and oldest.identity == whole and len(requests) == slots.count and not slots.add():
             return False
         collected = self._tracker.collect(self._peers.rank, self._peers.world, alone=True)
         layout = sharding.alone(collected.shared if tensors else {}, collected.own, _text_room(collected))
-        memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=False)
+        memory = self.tier.stage(step, layout.size_bytes, wait=False)
         if memory is None or not fill(memory, layout, _views_of(layout, memory), collected):
             return False
         note = {"save": ALONE_SAVE, FOLDER_ID: self._taken.folder_id}
-        about = (str(self._taken.path), self._tracker.state.step, self._taken.rescue)
+        about = (str(self._taken.path), step, self._taken.rescue)
         self.tier.commit(SaveRequest(*about, self._peers.rank, self._peers.world, note, {"metrics": {}}))
         return True
 

@@ -33,10 +33,11 @@ from holdfast.protocol.errors import (
     IntervalError,
     ReplicasDifferError,
     SnapshotError,
+    SnapshotIncompleteError,
     SnapshotWriteError,
     TrackingError,
 )
-from holdfast.protocol.train_contract import SAVER_VARIABLE
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE, SAVER_VARIABLE
 from holdfast.train import replica_check
 from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
@@ -54,7 +55,7 @@ from holdfast.train.snapshots.changes import Keep
 from holdfast.train.snapshots.in_process import open_tier
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
-from holdfast.train.state import RUN_ID_VARIABLE, Tracker, TrainState
+from holdfast.train.state import Tracker, TrainState
 from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
@@ -312,7 +313,7 @@ class Snapshots:
             resumed = resumer.run()
             if peers.rank == 0 and self.state.run_id != began_as and given_id:
                 sys.stderr.write(
-                    f"holdfast: HOLDFAST_RUN_ID is {self.state.run_id} as in the snapshot, not {given_id}: loggers "
+                    f"holdfast: {RUN_ID_VARIABLE} is {self.state.run_id} as in the snapshot, not {given_id}: loggers "
                     "continue the run of that training\n"
                 )
 
@@ -497,7 +498,12 @@ class Snapshots:
         durable = any(self._peers.all_gather(leaves or not readable))
         pending = self._at_safe_point is WherePending.HERE
         if self._save(self._saving, durable=durable, pending=pending) and durable:
-            self._wait(self._saving)
+            try:
+                self._wait(self._saving)
+            except SnapshotIncompleteError:
+                # Of an earlier save, for which a lost rank's part never came: this state has to reach the disk.
+                self._save(self._saving, durable=True, pending=pending)
+                self._wait(self._saving)
 
     def _begin(self, peers: Peers, tier: Tier) -> Saving:
         """Begin to count steps, and make the object that saves."""

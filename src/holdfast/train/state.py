@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train import state_codec as codec
 from holdfast.train.own_objects import is_data
 from holdfast.train.random_numbers import (
@@ -56,7 +57,6 @@ from holdfast.train.tracked import (
 )
 
 FORMAT = 1
-RUN_ID_VARIABLE = "HOLDFAST_RUN_ID"
 ALONE, STAND_IN = "alone", "stand in"
 """Marks of a text: its rank has left the state without the others; it stands for that of another rank."""
 

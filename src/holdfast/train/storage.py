@@ -39,6 +39,7 @@ from holdfast.protocol.errors import (
     SnapshotGoneError,
     TrackingError,
 )
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train import state_codec as codec
 from holdfast.train import torch_private
 from holdfast.train.reading import Saved, opened
@@ -54,6 +55,8 @@ _T = TypeVar("_T")
 
 FORMAT = "dcp"
 """The format in a rank's text that means a state of `dcp.save`, not of `Snapshots`."""
+RUN_ID = "run_id"
+"""Name in the manifest's metadata, and in the texts of a state of `Snapshots`: the id of the training."""
 PATHS = "dcp_paths"
 """Name in the manifest's metadata: the path of each name in the nested state, for a load without a state dict to fill.
 """
@@ -65,18 +68,25 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
     folder   the snapshot folder, which all ranks see, made if it is missing; or the URL of an object store
     step     the step of the training; a second save of it is the newer attempt of the same step
     metrics  numbers that go into the manifest, for `Keep(best=…)`
+    run_id   the id of the training for loggers, which the reader of the snapshot gets; None: HOLDFAST_RUN_ID
 
     It takes no lease: during a job with `Snapshots` use another folder. Raises SnapshotWriteError, StateTypeError;
     torch wraps the error of a rank in a CheckpointException on all ranks, and then nothing is committed.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, step: int, metrics: Mapping[str, float] | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        run_id: str | None = None,
     ) -> None:
         check_step(step)
         self.path = absolute(folder)
         self.step = step
         self.metrics = dict(metrics or {})
+        self.run_id = os.environ.get(RUN_ID_VARIABLE, "") if run_id is None else run_id
         self.committed: Location | None = None
         """The committed folder, on rank 0 after the save; None before, and on other ranks."""
         self._request: SaveRequest | None = None
@@ -118,7 +128,8 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         """Commit. torch calls this on rank 0, when all ranks have written."""
         assert self._request is not None
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
-        self.committed = changes.commit(replace(self._request, metadata={"metrics": self.metrics, PATHS: paths}))
+        about = {"metrics": self.metrics, RUN_ID: self.run_id, PATHS: paths}
+        self.committed = changes.commit(replace(self._request, metadata=about))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -177,6 +188,8 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
         self.path = absolute(path)
         self.snapshot = _find(self.path, step)
         """The snapshot that is read."""
+        self.run_id = ""
+        """The id of the training that made the snapshot, for loggers, after a load; empty: it had none."""
         self._step = step
         self._files = contextlib.ExitStack()
         self._saved = Saved(())
@@ -209,10 +222,12 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
     def _described(self) -> Metadata:
         if is_dcp(self._saved):
             paths = _paths(self.snapshot)
+            self.run_id = self.snapshot.manifest.metadata.get(RUN_ID, "")
             self._aliases = {key: key for key in self._saved.pieces if not key.startswith(OWN)}
             self._objects = {name: each for text in self._saved.texts for name, each in text["objects"].items()}
         else:
             paths = self._describe_tracked()
+            self.run_id = self._saved.texts[0].get(RUN_ID, "")
         pieces = self._saved.metadata(set(self._aliases.values())).state_dict_metadata
         described: dict[str, Any] = {name: pieces[key] for name, key in self._aliases.items()}
         described.update({name: BytesStorageMetadata() for name in self._objects})

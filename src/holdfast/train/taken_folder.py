@@ -10,6 +10,7 @@ import secrets
 from typing import Any, NamedTuple
 
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotFolderError
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train.agreement import Peers
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.flush import rescue_attempt
@@ -49,7 +50,7 @@ def take_folder(path: Location, peers: Peers, lease: FolderLease | None, lost: i
             facts |= {"secret": secrets.token_hex(32), "folder_id": lease.folder_id}
             # Without an id from the launcher (the default of --rdzv-id is the same for all jobs) one is made, once:
             # later lives find it in the snapshots.
-            facts["training_id"] = os.environ.get("HOLDFAST_RUN_ID") or secrets.token_hex(6)
+            facts["training_id"] = os.environ.get(RUN_ID_VARIABLE) or secrets.token_hex(6)
         except HoldfastError as error:
             failure, facts = error, {"error": str(error)}
 

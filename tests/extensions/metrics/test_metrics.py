@@ -280,7 +280,7 @@ def test_metrics_parse_and_hold_the_facts() -> None:
     node = NodeView(member="a#1", host="a", group_rank=0, state="running", heard_s=0.25)
     job = JobView(
         run_id="r", phase="running", generation=1, restarts=1, restarts_max=3, world_size=4, since_s=1.0, job_s=20.0,
-        training_s=15.0, nodes=(node,), notices=("slow",),
+        training_s=15.0, nodes=(node,), notices=("slow",), nodes_min=1, nodes_max=3, nodes_wanted=4, left_s=60.0,
     )  # fmt: skip
 
     def play(vitals: Vitals, world: dict[str, Any]) -> None:
@@ -304,6 +304,8 @@ def test_metrics_parse_and_hold_the_facts() -> None:
     assert samples["holdfast_worker_exits_total", "1"] == 1
     assert samples["holdfast_job_failures_total", "HF201"] == 1
     assert samples["holdfast_job_nodes", "running"] == 1
+    wanted = {name: samples[f"holdfast_job_{name}",] for name in ("nodes_min", "nodes_wanted", "left_seconds")}
+    assert wanted == {"nodes_min": 1, "nodes_wanted": 4, "left_seconds": 60.0}
     assert samples["holdfast_job_training_seconds_total",] == 15.0
     assert samples["holdfast_job_restarts_left",] == 2
     assert samples["holdfast_agent_info", "0.1.0", "a", "run"] == 1

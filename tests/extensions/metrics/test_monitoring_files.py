@@ -33,8 +33,9 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="pr
 def exposed() -> set[str]:
     """The names of all series that an agent serves."""
     job = JobView(
-        run_id="r", phase="", generation=1, restarts=0, restarts_max=0, world_size=0, since_s=0, job_s=0, training_s=0
-    )
+        run_id="r", phase="", generation=1, restarts=0, restarts_max=0, world_size=0, since_s=0, job_s=0, training_s=0,
+        nodes_min=1, nodes_max=2, nodes_wanted=2, left_s=1.0,
+    )  # fmt: skip
     facts = VitalsSample(taken_s=0.0, run_id="r", node="a", job=job)
     families = text_string_to_metric_families(Metrics(lambda: facts).text().decode())
     return {family.name + SUFFIXES[family.type] for family in families}

@@ -1,7 +1,7 @@
 """What scripts share in which ranks are lost at chosen places: SCRIPT FOLDER CASE
 
 CASE is a JSON object. Of it this module knows `faults`: [[local rank, where, steps so far]], each a kill that happens once, or,
-with "wait" at its end, a wait for the file FOLDER/go on after STEP; `node`: each node has one worker, and this is its number,
+with "wait" at its end, a wait for the file FOLDER/go on after STEP; with a number at its end it happens when so many ranks are there; `node`: each node has one worker, and this is its number,
 in place of the local rank; and `exact`: numbers have double precision. Each rank writes FOLDER/steps.LOCAL_RANK, with a digest of its weights after each
 step, and at its end FOLDER/end.LOCAL_RANK, a JSON object.
 """
@@ -39,18 +39,18 @@ class World:
 def reach(where: str, step: int) -> None:
     """A place where a rank may be lost. It waits until the others have come there: what they do is not left to chance."""
     due = [
-        (index, fault[0], "wait" in fault)
+        (index, fault[0], fault[3] if len(fault) > 3 else None)
         for index, fault in enumerate(CASE.get("faults", []))
         if fault[1:3] == [where, step] and not (FOLDER / f"fault.{index}").exists()
     ]
     for index, *_ in due:
         (FOLDER / f"there.{index}.{LOCAL_RANK}").touch()
-    for index, rank, waits in due:
+    for index, rank, how in due:
         if rank == LOCAL_RANK:
-            while len(list(FOLDER.glob(f"there.{index}.*"))) < World.size:
+            while len(list(FOLDER.glob(f"there.{index}.*"))) < (how if isinstance(how, int) else World.size):
                 time.sleep(0.002)
             (FOLDER / f"fault.{index}").touch()
-            while waits:
+            while how == "wait":
                 if (FOLDER / f"go on after {step}").exists():
                     return
                 time.sleep(0.002)
@@ -80,5 +80,5 @@ def step_is_done(step: int, weights: Iterable[torch.Tensor]) -> None:
         file.write(f"{step} {World.size} {digest(weights)}\n")
 
 
-def end(**found: Any) -> None:
-    (FOLDER / f"end.{LOCAL_RANK}").write_text(json.dumps(found))
+def end(name: str | None = None, **found: Any) -> None:
+    (FOLDER / f"end.{LOCAL_RANK if name is None else name}").write_text(json.dumps(found))

@@ -1,7 +1,9 @@
 """A training that makes its sharded model in the function, in which ranks are lost: sharded.py FOLDER CASE
 
-CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, pipeline, ddp), `steps` of an epoch, `memory` (steps from one state
-in memory to the next), `disk` (steps between saves to the disk) and `drawn` (dropout).
+CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, pipeline, ddp, grid: replicas of tensor parallel models), `steps` of
+an epoch, `memory` (steps from one state in memory to the next), `disk` (steps between saves to the disk), `drawn` (dropout),
+`pause_s` (of each step), `late` ([local rank, step]: in this step the rank does its last
+all-reduce after another rank was lost), `plain` (ranks exchange nothing but gradients) and `by rank` (rank 0 writes each step into FOLDER/now, and each rank its end into FOLDER/end.RANK).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lost_ranks import CASE, FOLDER, World, end, reach, row
+from lost_ranks import CASE, FOLDER, LOCAL_RANK, World, end, reach, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,11 +26,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast.train as ht
+from holdfast.train import remaking
 from holdfast.train import save as saving
 
 GLOBAL = 12
 STEPS = CASE.get("steps", 8)
 EPOCHS = CASE.get("epochs", 2)
+GRADIENT_EXCHANGES = 3
+"""All-reduces of a rank in a step of HSDP: one for each module that is sharded."""
 
 
 class Now:
@@ -86,6 +91,12 @@ class Stage(nn.Module):
 
 def train_a_step(model: nn.Module, loader: ht.DataLoader[torch.Tensor], rows: torch.Tensor, pg: Any) -> float:
     """Returns the loss."""
+    if CASE.get("kind") == "grid":
+        return train_a_step_of_replicas(model, rows, pg)
+    if CASE.get("plain"):
+        loss = model(rows)
+        loss.backward()
+        return float(loss.detach())
     if not isinstance(model, Stage):
         with ht.accumulate(model, loader) as micro:
             micro.backward(model(rows))
@@ -97,6 +108,20 @@ def train_a_step(model: nn.Module, loader: ht.DataLoader[torch.Tensor], rows: to
     loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
     dist.broadcast(loss, src=1)
     return float(loss)
+
+
+def train_a_step_of_replicas(model: nn.Module, rows: torch.Tensor, pg: Any) -> float:
+    """Each replica has as many rows, and ranks with the same shards average their gradients. Returns the loss."""
+    loss = model(rows)
+    loss.backward()
+    group = model.replicas.get_group()
+    for each in model.parameters():
+        gradient = each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad
+        dist.all_reduce(gradient, group=group)
+        gradient /= model.replicas.size()
+    loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
+    dist.all_reduce(loss)
+    return float(loss) / pg.world
 
 
 def in_backward(gradient: torch.Tensor) -> torch.Tensor:
@@ -125,8 +150,10 @@ def made(pg: Any) -> nn.Module:
         return ht.ddp(net, pg)
     if kind == "pipeline":
         return Stage(net, first=pg.rank == 0)
-    if kind == "tensor":
-        mesh = pg.mesh(tensor=pg.world)
+    if kind in ("tensor", "grid"):
+        mesh = pg.mesh(tensor=pg.world) if kind == "tensor" else pg.mesh(replicate=-1, tensor=2)
+        if kind == "grid":
+            net.replicas, mesh = mesh["replicate"], mesh["tensor"]
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for each in net.blocks:
             parallelize_module(each, mesh, plan)
@@ -135,6 +162,14 @@ def made(pg: Any) -> nn.Module:
     for each in net.blocks:
         fully_shard(each, mesh=mesh)
     return fully_shard(net, mesh=mesh)
+
+
+def ranks_of_data(pg: Any) -> tuple[int, int] | None:
+    """Ranks of one tensor parallel model, and all stages of a pipeline, have the same rows. None: each rank its own."""
+    kind = CASE.get("kind")
+    if kind == "grid":
+        return pg.rank // 2, pg.world // 2
+    return (0, 1) if kind in ("tensor", "pipeline") else None
 
 
 def made_loader(ranks: tuple[int, int] | None) -> ht.DataLoader[torch.Tensor]:
@@ -170,6 +205,30 @@ def in_saves() -> None:
 
     saving.fill = filled
 
+    persist = saving.Saving._persist
+
+    def persisted(*arguments: Any) -> None:
+        reach("hand over", Now.step)
+        persist(*arguments)
+
+    saving.Saving._persist = persisted
+
+
+def come_late(snaps: ht.Snapshots) -> None:
+    """The last exchange of gradients in a step of HSDP is that of the root's shards, with the other replica."""
+    rank, late_step = CASE.get("late", [-1, 0])
+    all_reduce, calls = dist.all_reduce, [0]
+
+    def late(*arguments: Any, **keywords: Any) -> Any:
+        calls[0] += Now.step == late_step
+        if calls[0] == GRADIENT_EXCHANGES:
+            while not snaps._remaker._calls.is_cut():
+                time.sleep(0.002)
+        return all_reduce(*arguments, **keywords)
+
+    if rank == LOCAL_RANK:
+        dist.all_reduce = late
+
 
 def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
     snaps.track(model=model)
@@ -182,9 +241,28 @@ def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
     train()
 
 
+def note_step(step: int, rank: int) -> None:
+    if rank == 0:
+        (FOLDER / "now").write_text(str(step))
+    time.sleep(CASE.get("pause_s", 0.0))
+
+
 def hold_back_replacements() -> None:
     while CASE.get("replacements wait") and (FOLDER / "fault.0").exists() and not (FOLDER / "go on after 0").exists():
         time.sleep(0.01)
+
+
+def what_is_there(step: int, model: nn.Module, adam: Any, schedule: Any) -> dict[str, Any]:
+    """What a rank has at its end."""
+    moments = [each for held in adam.state.values() for each in held.values()]
+    return {
+        "step": step,
+        "parameters": of_all_ranks(digest([*model.parameters(), *moments])),
+        "weights": [whole(each).double().sum().item() for each in model.parameters()],
+        "random": digest([torch.get_rng_state()]),
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if CASE.get("compiled") else 0,
+        "rates": schedule.get_last_lr(),
+    }
 
 
 def main() -> None:
@@ -197,6 +275,7 @@ def main() -> None:
         stopping = None if CASE.get("nothing of its own") else Stopping()
         older = list[weakref.ref[nn.Module]]()
         torch.manual_seed(1)
+        come_late(snaps)
         before = CASE.get("before")
         loader_before = made_loader((0, 1) if before == "ranks" else None) if before in ("loader", "ranks") else None
         mesh = pg.mesh(shard=-1) if before == "mesh" else None
@@ -219,7 +298,7 @@ def main() -> None:
             older.append(weakref.ref(model))
             adam = torch.optim.Adam(model.parameters(), lr=1e-2)
             schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
-            loader = loader_before or made_loader((0, 1) if CASE.get("kind") in ("tensor", "pipeline") else None)
+            loader = loader_before or made_loader(ranks_of_data(pg))
             own = {} if stopping is None else {"stopping": stopping}
             state = snaps.track(model=model, adam=adam, schedule=schedule, loader=loader, **own)
             resumed = snaps.resume()
@@ -240,24 +319,24 @@ def main() -> None:
                     if stopping is not None:
                         stopping.losses.append(loss)
                     snaps.step(loss=loss)
+                    if CASE.get("by rank"):
+                        note_step(state.step, pg.rank)
                     reach("between steps", state.step)
                 reach("end of an epoch", state.step)
-            moments = [each for held in adam.state.values() for each in held.values()]
-            return {
-                "step": state.step,
-                "parameters": of_all_ranks(digest([*model.parameters(), *moments])),
-                "weights": [whole(each).double().sum().item() for each in model.parameters()],
-                "random": digest([torch.get_rng_state()]),
-                "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if CASE.get("compiled") else 0,
-                "rates": schedule.get_last_lr(),
-            }
+            return what_is_there(state.step, model, adam, schedule)
 
         found = train()
         if CASE.get("again"):
             train()
         dist.barrier()
-        end(**found, losses=[] if stopping is None else stopping.losses, calls=calls)
+        end(
+            str(pg.rank) if CASE.get("by rank") else None,
+            **found,
+            losses=[] if stopping is None else stopping.losses,
+            calls=calls,
+        )
 
 
+remaking.NONE_FIT_S = CASE.get("too few wait", remaking.NONE_FIT_S)
 hold_back_replacements()
 main()

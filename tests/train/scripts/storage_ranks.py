@@ -58,7 +58,7 @@ def load(kind: str, path: Path) -> Any:
         state = {"model": weights, "optimizer": moments, "extra": extra}
     dcp.load(state, storage_reader=reader)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    found = {"state": whole(model, optimizer), "step": state.get("step")}
+    found = {"state": whole(model, optimizer), "step": state.get("step"), "has_id": reader.run_id != ""}
     if "extra" in state:
         same: bool = torch.equal(extra["mixed"][0], EXTRA["mixed"][0]) and extra["mixed"][1:] == EXTRA["mixed"][1:]
         found["extra"] = same and all(extra[key] == EXTRA[key] for key in ("note", "range", "bytes"))

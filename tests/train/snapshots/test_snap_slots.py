@@ -64,6 +64,20 @@ def test_the_older_slot_is_the_one_that_is_staged_into(own: Slots) -> None:
         assert [slot.step for slot in own.committed()] == [step, step - 1][: min(step, 2)]
 
 
+def test_an_added_slot_keeps_both_others_and_belongs_to_the_successor(tmp_path: Path, own: Slots) -> None:
+    put(own, 1, 1)
+    put(own, 2, 2)
+    assert own.add()
+    put(own, 3, 3)
+    assert [slot.step for slot in own.committed()] == [3, 2, 1]
+    assert not own.add()
+    own.close()
+    successor = Slots(tmp_path, SlotOwner(0))
+    put(successor, 4, 4)
+    assert [slot.step for slot in successor.committed()] == [4, 3, 2]
+    successor.close()
+
+
 def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
     put(own, 2, 2)

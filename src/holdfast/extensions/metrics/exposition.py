@@ -92,6 +92,11 @@ def _job(job: JobView, failures: dict[str, int]) -> Iterator[Metric]:
     yield _counter("job_seconds", "Age of the job.", job.job_s)
     yield _counter("job_training_seconds", "Seconds of effective training time.", job.training_s)
     yield _gauge("job_restarts_left", "Restarts left in the budget.", job.restarts_max - job.restarts)
+    if job.nodes_max:
+        yield _gauge("job_nodes_min", "Nodes with which the job runs at least.", job.nodes_min)
+        yield _gauge("job_nodes_wanted", "Nodes that should exist: for an autoscaler.", job.nodes_wanted)
+    if job.left_s:
+        yield _gauge("job_left_seconds", "Time for the steps that are left, at the present rate.", job.left_s)
     yield _gauge("job_notices", "Hangs and stragglers reported now.", len(job.notices))
     states: dict[str, int] = {}
     heard = GaugeMetricFamily(

@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +47,7 @@ from holdfast.train.snapshots.folder import (
     Snapshot,
     attempt_location,
     first_of,
+    is_being_written,
     quarantine,
     rename_aside,
     survey,
@@ -78,6 +80,8 @@ PHASES = (
 )
 PATIENCE_S = 600.0
 """Rank 0 waits this long for the others' records, unless the caller chooses another limit (s)."""
+LEFT_S = 10.0
+"""Rank 0 waits this long for the next change of an attempt, if the ranks have gone on without a lost one (s)."""
 POLL_S_MIN, POLL_S_MAX = 0.002, 0.1
 """Pause between two listings of an attempt on a file system; it doubles from the first to the second (s)."""
 REFUSAL_BYTES_MAX = 1 << 16
@@ -239,15 +243,18 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     return record
 
 
-def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere) -> Location:
+def commit(
+    request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere, left: threading.Event | None = None
+) -> Location:
     """Wait up to `patience` seconds for all ranks' records, then commit; rank 0 calls it. Returns the committed folder.
+    `left`: set when the ranks have gone on without a lost one, whose record may never come (LEFT_S).
 
     It is durable when this returns. On any failure the attempt is removed and older snapshots are unchanged. Raises
     SnapshotIncompleteError when a rank refused or is missing; SnapshotDamagedError when a rank's file differs from its
     record; SnapshotWriteError; ValueError for metadata that is not JSON.
     """
     try:
-        records = _gather(request, patience)
+        records = _gather(request, patience, left)
         at("gathered")
         manifest = Manifest(
             step=request.step,
@@ -300,13 +307,30 @@ def _publish(request: SaveRequest, manifest: str, at: At) -> None:
     return at("durable")
 
 
-def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
+class _Quiet:
+    """Knows for how long an attempt has not changed, while no process of this machine writes it."""
+
+    def __init__(self, folder: Location) -> None:
+        self._folder = folder
+        self._seen: set[tuple[str, int]] = set()
+        self._since_s = time.monotonic()
+
+    def lasts_s(self, names: Iterable[str]) -> float:
+        """The time of it (s). `names`: the files that are there now."""
+        seen = {(name, disk.size(self._folder / name)) for name in names}
+        if seen != self._seen or is_being_written(self._folder):
+            self._seen, self._since_s = seen, time.monotonic()
+        return time.monotonic() - self._since_s
+
+
+def _gather(request: SaveRequest, patience: float, left: threading.Event | None) -> list[RankRecord]:
     """All ranks' records, in order of rank. It polls, because writes of other nodes cause no local event."""
     folder = request.attempt_path
     longest = STORE_POLL_S if isinstance(folder, RemotePath) else POLL_S_MAX
     awaited, deadline, pause = set(range(request.world)), time.monotonic() + patience, POLL_S_MIN
     watch = disk.RefusalWatch(folder) if isinstance(folder, Path) else None
     records: dict[int, RankRecord] = {}
+    quiet: _Quiet | None = None
     while True:
         names = set(disk.names(folder))
         if isinstance(folder, RemotePath) and MANIFEST in names:
@@ -324,6 +348,13 @@ def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
         awaited -= records.keys()
         if not awaited:
             return [records[rank] for rank in range(request.world)]
+        if left is not None and left.is_set():
+            quiet = quiet or _Quiet(folder)
+            if quiet.lasts_s(names) >= LEFT_S:
+                missing = first_of(sorted(awaited), 8)
+                raise SnapshotIncompleteError(
+                    f"step {request.step} was not saved: rank {missing} was lost before its part was written"
+                )
         if time.monotonic() >= deadline:
             missing = first_of(sorted(awaited), 8)
             raise SnapshotIncompleteError(

@@ -313,6 +313,8 @@ class Save(NamedTuple):
     empty: the slot itself is uploaded."""
     needless: threading.Event | None = None
     """Set when the next life goes on from memory: it needs this slot more than the disk does."""
+    left: threading.Event | None = None
+    """Set when the workers have gone on in another generation, without one that was lost."""
 
 
 def carry_out(save: Save, read_backs: ReadBacks, tell: Tell) -> None:
@@ -353,7 +355,9 @@ def read_back(path: Location, read_backs: ReadBacks, tell: Tell) -> None:
 def _carry_out(save: Save, written: list[Written], tell: Tell) -> Location | None:
     if save.pending_flush is None:
         _write(save, written, tell)
-        return commit(save.request, patience=save.patience_s) if save.request.rank == 0 else None
+        if save.request.rank:
+            return None
+        return commit(save.request, patience=save.patience_s, left=save.left)
 
     # Listed now, before the next life of the workers has any attempts.
     older = _older_attempts(save.request)
@@ -385,7 +389,9 @@ def _failed(save: Save, code: str, text: str) -> Packet:
     follows = (
         flush is not None and save.request.rank > 0 and flush.over.is_set() and code == SnapshotIncompleteError.code
     )
-    made_good = follows or newest_on_disk(save.request.folder) == save.request.step
+    newest = newest_on_disk(save.request.folder)
+    left = save.left is not None and save.left.is_set()
+    made_good = follows or newest == save.request.step or (left and newest > save.request.step)
     return {"is": "failed", "code": code, "text": text, "made_good": made_good}
 
 

@@ -134,6 +134,8 @@ class Saver:
         self._read_backs = ReadBacks(self._is_busy)
         self._needless: dict[str, threading.Event] = {}
         """The event that ends the wait of a folder's rescues for other nodes (`Save.needless`), by snapshot folder."""
+        self._left: dict[int, threading.Event] = {}
+        """The event that is set when workers have left a generation together (`Save.left`), by generation."""
         self._in_flight: dict[int, InFlight] = {}
         """Saves by local rank."""
         self._newest_asked: dict[tuple[str, int], int] = {}
@@ -302,7 +304,8 @@ class Saver:
         patience_s = field_of(packet, "patience_s", float)
         request = SaveRequest.from_json(field_of(packet, "request", dict))
         stage = str(packet.get("stage", ""))
-        save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage)
+        left = self._left.setdefault(worker.generation, threading.Event())
+        save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage, left=left)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
     def _copy(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
@@ -353,6 +356,8 @@ class Saver:
         """Forget the workers that died before this generation: the survivors go on in it, so no rescue is needed."""
         self._gone = {rank: theirs for rank, theirs in self._gone.items() if theirs >= generation}
         self._crashed = self._crashed and bool(self._gone)
+        for each in [each for each in self._left if each < generation]:
+            self._left.pop(each).set()
 
     # --- after a crash ------------------------------------------------------------------------------------------------
 

@@ -484,8 +484,13 @@ class SaverClient:
             case "saved", number:
                 self._asked.pop(number, None)
             case "failed", number:
-                if self._asked.pop(number, None) is not None:
-                    self._failures.append(disk.error_of(str(packet.get("code")), str(packet.get("text"))))
+                code, text = str(packet.get("code")), str(packet.get("text"))
+                if self._asked.pop(number, None) is None:
+                    pass
+                elif code == SnapshotIncompleteError.code and packet.get("made_good") is True:
+                    self._news.append(text)
+                else:
+                    self._failures.append(disk.error_of(code, text))
             case "serving", _:
                 self.port, self.copy_error = int(packet.get("port", 0)), str(packet.get("text", ""))
             case "copied", number:

@@ -63,7 +63,7 @@ HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096
 """Room in a slot's header for JSON, which contains the request to save it."""
 COUNT, COUNT_MAX = 2, SLOT_COUNT_MAX
-"""The number of slots per local rank: without copies on other nodes, and with them."""
+"""The number of slots per local rank: without copies on other nodes, and with them, or after `Slots.add`."""
 SAMPLES = 128
 SAMPLE_BYTES = 1024
 HUGE_PAUSE = 3.0
@@ -120,7 +120,9 @@ class Slots:
         """`folder`: the shared-memory folder. No file is made before the first `reserving`, `stage` or `writing`."""
         self._folder = folder
         self.owner = owner
-        self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(count)]
+        paths = [slot_path(folder, owner.local_rank, index) for index in range(COUNT_MAX)]
+        # One that a previous worker has added belongs to them: its sequence number counts.
+        self._files = [_File(path) for index, path in enumerate(paths) if index < count or path.exists()]
         self._sequence = max(file.sequence for file in self._files)
         """The highest sequence number so far."""
         self._staging: _Staging | None = None
@@ -130,6 +132,18 @@ class Slots:
         """Files that `reserving` makes larger: by index, size and sequence number before."""
         self._held: list[int] = []
         """Descriptors that protect slots against staging (`hold`)."""
+
+    @property
+    def count(self) -> int:
+        """The number of slots."""
+        return len(self._files)
+
+    def add(self) -> bool:
+        """Add a slot, into which the next `stage` goes. Returns False if there are COUNT_MAX already."""
+        if self.count == COUNT_MAX:
+            return False
+        self._files.append(_File(slot_path(self._folder, self.owner.local_rank, self.count)))
+        return True
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """Go on as this rank of another generation: it is written into the headers from now on."""
