@@ -34,6 +34,8 @@ SOAK_MINUTES ?= 20
 SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
 SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
+DEVICE ?= cuda
+GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(VENV)/bin/python,python3)
 MACHINES ?= x86_64,aarch64
 REPOSITORY ?=
 # Held to that by a plugin: a test in it that starts a process, connects, sleeps or imports torch fails.
@@ -56,7 +58,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-engines test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
+.PHONY: demo fast test again test-engines test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench gpu gpu-wheels soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -113,6 +115,13 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
+# It installs nothing into an environment: a machine with a GPU is lent for minutes.
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE)
+
+gpu-wheels: $(VENV)/.python
+	$(BIN)/python -m benchmarks.gpu.packages
+
 # Its tests are no part of `make test`: they need what this builds.
 dist: $(VENV)/.dist
 	$(BIN)/python -m tools.dist
@@ -133,6 +142,8 @@ soak-seeds: $(VENV)/.dev
 	$(BIN)/python -m tests.support.simulator.sweep 0:$(SOAK_SEEDS)
 	$(BIN)/python -m tests.support.simulator.sweep succession 0:$(SOAK_SEEDS)
 	$(BIN)/python -m tests.support.simulator.sweep multiples 0:$(SOAK_SEEDS)
+	$(BIN)/python -m tests.support.simulator.sweep questions 0:$(SOAK_SEEDS)
+	$(BIN)/python -m tests.support.simulator.sweep questions-succession 0:$(SOAK_SEEDS)
 
 soak-chaos: $(VENV)/.dev debian
 	$(BIN)/python -m soak chaos --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED) --launchers $(SOAK_LAUNCHERS)

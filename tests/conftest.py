@@ -1,6 +1,7 @@
 """What every test gets: its own home, a guard against leaks, and a few helpers to run the real command.
 
-The guard fails a test that leaves a process, a thread or a descriptor behind. A process counts as the test's own when
+The guard fails a test that leaves a process, a thread or a descriptor behind, and puts back what a test has changed in
+its own process (tests/support/surroundings.py). A process counts as the test's own when
 it descends from the test process, or when its environment holds the HOLDFAST_TEST_ID that this test was given
 (so daemons that changed their parent and their session are found too).
 """
@@ -32,6 +33,7 @@ from _pytest.assertion import rewrite
 from tests.support import ports
 from tests.support.gloo_lines import without_gloo_lines
 from tests.support.limits import limit_s, slowness
+from tests.support.surroundings import Surroundings
 
 LEAK_GRACE_S = 1.0
 """The product promises that nothing is alive one second after its end, on a quiet machine."""
@@ -100,6 +102,10 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        if (torch := sys.modules.get("torch")) is not None:
+            # A test process on each core: more threads spin while they wait for each other (a step of four ranks that
+            # are threads took 4 ms with one thread of torch, and up to a second with two).
+            torch.set_num_threads(1)
 
 
 @pytest.hookimpl(trylast=True)
@@ -282,8 +288,9 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     extra = request.node.get_closest_marker("allow_threads")
     allowed = THREADS_ALLOWED + (tuple(extra.args) if extra is not None else ())
     os.environ[TEST_ID] = marker
-    before = Resources.now()
+    before, surroundings = Resources.now(), Surroundings.now()
     yield
+    surroundings.restore()
     del os.environ[TEST_ID]
     # Where this process stood for an agent, orphans fell to it. They must not stay: nobody waits for them here.
     _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -396,6 +403,19 @@ def warm() -> Iterator[object]:
     made = Warm()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def trainer_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """Jobs that share an import of torch and of the libraries of trainers, which takes most of their processor time. Tests
+    that use it are in one group. `warm` is free for others meanwhile."""
+    from tests.warm import Warm
+    from tests.warm_jobs import WarmJobs
+
+    own = Warm()
+    with WarmJobs(own, tmp_path_factory.mktemp("jobs"), "accelerate", "lightning", "transformers.trainer") as made:
+        yield made
+    own.close()
 
 
 @pytest.fixture(scope="session")

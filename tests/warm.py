@@ -34,8 +34,9 @@ MODULES = (
     "torch.distributed.fsdp",
     "torch.utils.checkpoint",
 )
-ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""OpenMP reads it once: what runs here has one thread, whatever its own environment says."""
+ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+"""OpenMP reads it once: what runs here has one thread, whatever its own environment says. Nothing is looked up in a
+network."""
 START_S_MAX = 100.0
 
 

@@ -2,7 +2,8 @@
 
 A command is forked, and so is what its agent would execute to import torch for the workers, the fork server: it finds torch
 imported. All else is as ever: agent, supervisor, fork server, workers and services are the processes that they always are.
-tests/fork_server has nurseries that import torch themselves.
+On a pretend host (tests/network/hosts.py) a command is forked into the namespaces of that host.
+tests/fork_server has fork servers that import torch themselves.
 
     warm_jobs.py serve SOCKET MODULES               forks a process for each command that comes
     warm_jobs.py command SOCKET PROGRAM ARGUMENTS   a command: it has the streams, folder, environment and exit code
@@ -20,6 +21,7 @@ import select
 import shlex
 import signal
 import socket
+import struct
 import sys
 
 TYPE_CHECKING = False
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
     from tests.warm import Warm
 
 ORDER_BYTES_MAX = 1 << 20
-START_S_MAX, SERVE_S_MAX = 60.0, 600.0
+START_S_MAX, SERVE_S_MAX = 60.0, 3600.0
 PR_SET_PDEATHSIG = 1
+NAMESPACES = ("uts", "ipc", "net", "pid", "mnt")
+"""Of a pretend host. The last one has another /proc."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -86,14 +90,21 @@ class WarmJobs:
             timeout=limit_s(timeout),
         )
 
-    def start(self, program: str | Path, *arguments: str | Path, env: Mapping[str, str], output: Path) -> Started:
-        """Do not wait for its end. Both streams are appended to `output`."""
+    def start(
+        self,
+        program: str | Path,
+        *arguments: str | Path,
+        env: Mapping[str, str],
+        output: Path,
+        folder: Path | None = None,
+    ) -> Started:
+        """Do not wait for its end. Both streams are appended to `output`. `folder`: None is that of `output`."""
         from tests.warm import ON_CPU
 
         order = {
             "arguments": [str(program), *map(str, arguments)],
             "environment": {**env, **ON_CPU},
-            "folder": str(output.parent),
+            "folder": str(folder or output.parent),
         }
         sock = connected(str(self._socket))
         with open(os.devnull, "rb") as nothing, output.open("ab") as log:
@@ -208,24 +219,57 @@ def serve(path: str, modules: list[str]) -> list[str]:
             packet, fds, _, _ = socket.recv_fds(sock, ORDER_BYTES_MAX, 3)
             pid = os.fork()
             if pid == 0:
-                for own in (listener, holder, sock):
+                for own in (listener, holder):
                     own.close()
                 for other, (_, its_sock) in jobs.items():
                     os.close(other)
                     its_sock.close()
+                _enter_host_of(sock)
+                with sock:
+                    sock.send(b"%d" % os.getpid())
                 return _become(fds, **json.loads(packet))
             for each in fds:
                 os.close(each)
             ended = os.pidfd_open(pid)
             jobs[ended] = pid, sock
             poller.register(ended, select.POLLIN)
-            sock.send(b"%d" % pid)
 
 
 def _end(pid: int, sock: socket.socket) -> None:
     _, status = os.waitpid(pid, 0)
     with sock, contextlib.suppress(BrokenPipeError):  # the command has been killed
         sock.send(b"%d" % os.waitstatus_to_exitcode(status))
+
+
+def _enter_host_of(sock: socket.socket) -> None:
+    """Fork once more into the namespaces of the process at the other end, unless they are ours. The parent waits for the
+    child, and ends as it does."""
+    import ctypes
+
+    peer = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII")))[0]
+    if os.readlink(f"/proc/{peer}/ns/pid") == os.readlink("/proc/self/ns/pid"):
+        return
+    namespaces = [os.open(f"/proc/{peer}/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for each in namespaces:
+        if libc.setns(each, 0):
+            raise OSError(ctypes.get_errno(), "the namespaces of a pretend host cannot be entered")
+        os.close(each)
+    pid = os.fork()
+    if pid == 0:
+        return
+    sock.close()
+    _, status = os.waitpid(pid, 0)
+    _end_as(os.waitstatus_to_exitcode(status))
+
+
+def _end_as(code: int) -> NoReturn:
+    """End with this exit code, or by the signal that it stands for."""
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no other way
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
 def _become(fds: list[int], arguments: list[str], environment: dict[str, str], folder: str) -> list[str]:

@@ -29,8 +29,9 @@ def run(path: str) -> NoReturn:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001 - it is reported as the interpreter does it
-        trace = error.__traceback__
-        sys.excepthook(type(error), error, trace and trace.tb_next)
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # what runs at exit reads them
+        sys.excepthook(type(error), error, trace)
         code = 1
     leave(code)
 

@@ -22,8 +22,6 @@ unless the row says otherwise; in tables with three launchers each repetition ha
 - torchrun, tuned: with `last_call_timeout=1` and `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`
 - the unit "copies" is the time in which torch copies the same state once in memory
 - what was tried for a figure and not kept: [decisions](internals/decisions.md)
-
-No figure of a GPU exists yet.
 """
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -35,6 +33,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "warm-memory",
         "executed-reduce",
         "executed-ddp",
+        "compiled-start",
+        "compile-processes",
         "descriptors",
         "ssh",
         "tutorial",
@@ -85,8 +85,17 @@ def render() -> str:
     return "".join(_parts())
 
 
+def _of_gpus() -> str:
+    """A line about the campaigns on GPUs (benchmarks/gpu)."""
+    pages = sorted(path.name for path in FOLDER.glob("gpu-*.md"))
+    if not pages:
+        return "\nNo figure of a GPU exists yet.\n"
+    return f"\nFigures of GPUs: {', '.join(f'`benchmarks/results/{name}`' for name in pages)}.\n"
+
+
 def _parts() -> Iterator[str]:
     yield HEAD
+    yield _of_gpus()
     for title, names in SECTIONS.items():
         found = list(stored(row for row in ALL if row.called(names)))
         if found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.harness import Row
 from benchmarks.rows import (
+    compiled,
     descriptors,
     elastic,
     formation,
@@ -38,6 +39,7 @@ ALL: tuple[Row, ...] = (
     start.ROW,
     restart.ROW,
     *warm.ROWS,
+    *compiled.ROWS,
     recovery.ROW,
     raised.ROW,
     idle.ROW,

@@ -114,7 +114,10 @@ EXTENSIONS = (
         commands={"dashboard": "show a job as a page in the browser: running, or ended; or the list of all"},
         begins=lambda options: options.dashboard is not None,
     ),
-    Extension("health", begins=lambda options: bool(options.health_command) or options.preflight != "off"),
+    Extension(
+        "health",
+        begins=lambda options: bool(options.health_command) or options.preflight != "off" or options.watch_devices,
+    ),
     Extension("load", follows=True),
     Extension("metrics", begins=lambda options: options.metrics is not None or options.health is not None),
     Extension("notices", begins=lambda options: bool(options.notify)),

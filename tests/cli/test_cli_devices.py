@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.cli.devices import Count, Probes, ask_torch, count_listed, count_processes, nvml_uuids
+from holdfast.cli.devices import Count, Probes, ask_torch, count_listed, count_processes, has_infiniband, nvml_uuids
+from holdfast.cli.resolve import preflight_level
 from holdfast.protocol.errors import ProcessesError
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333", "GPU-cccc4444"]
@@ -218,3 +219,29 @@ def test_without_the_library_nobody_complains(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     assert count_processes("gpu", {}, Probes(root=str(tmp_path))) == Count(1, "gpu", "/dev/nvidia*")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "files", "level"),
+    [
+        ("auto", "workers", [], "off"),
+        ("auto", "workers", ["dev/nvidia0"], "quick"),
+        ("auto", "gpu", [], "quick"),
+        ("auto", "cpu", ["dev/nvidia0"], "off"),  # the workers leave the GPUs alone
+        ("off", "gpu", ["dev/nvidia0"], "off"),
+        ("full", "workers", [], "full"),
+    ],
+)
+def test_a_node_whose_workers_use_gpus_is_checked_of_itself(
+    given: str, kind: str, files: list[str], level: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    assert preflight_level(given, Count(2, kind, "given"), Probes(root=str(tmp_path))) == level
+
+
+def test_infiniband_is_found_by_its_adapters(tmp_path: Path) -> None:
+    assert not has_infiniband(Probes(root=str(tmp_path)))
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert has_infiniband(Probes(root=str(tmp_path)))

@@ -312,6 +312,23 @@ def test_a_crash_after_a_save_or_during_a_drain_is_a_failure(asked_to: dict[str,
     assert [each.what for each in incidents([[asked, crash]])] == ["failure"]
 
 
+def test_faults_of_devices_are_shown_and_what_is_no_fault_is_not() -> None:
+    node = {"member": "b#1", "generation": 2}
+    xid = {"event": "coordinator.device", **node, "device": "GPU 3", "text": "XID 79 (the GPU has fallen off the bus)"}
+    less = {
+        "event": "coordinator.node_differs",
+        **node,
+        "trait": "gpus",
+        "text": "has 7 GPUs, 3 of 4 nodes have 8 GPUs",
+    }
+    memory = {"event": "gpu_memory", "generation": 2, "seconds": 10.0, "left_bytes": {"GPU 1": 3 << 30}}
+    found = incidents([[{**xid, "severe": True}, {**less, "slows": True}, memory]])
+    assert [(each.what, each.generation) for each in found] == [("device", 2), ("node differs", 2), ("GPU memory", 2)]
+    assert found[0].text == "XID 79 (the GPU has fallen off the bus) on GPU 3 of node b"
+    assert "3072 MiB on GPU 1" in found[2].text
+    assert not incidents([[{**xid, "severe": False}, {**less, "slows": False}, {**memory, "left_bytes": {}}]])
+
+
 def test_an_exit_code_after_a_save_is_a_failure() -> None:
     saved = {"event": "coordinator.drain_to", "generation": 1, "safe_point": 7, "save": True}
     ended = {"event": "coordinator.verdict", "generation": 1, "cause": "exit code 3", "code": "HF205", "advice": ""}

@@ -7,27 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.warm import Warm
 from tests.warm_jobs import WarmJobs
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ON_TWO_RANKS = ("holdfast", "run", "--standalone", "--nproc-per-node", "2")
 
-# What they import is imported once for all of them, see `jobs`.
-pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        with WarmJobs(warm, tmp_path_factory.mktemp("jobs"), "accelerate", "lightning") as made:
-            yield made
+pytestmark = [pytest.mark.xdist_group("torch trainers"), pytest.mark.timeout(180)]
 
 
 def client_lines(text: str) -> list[str]:
@@ -35,22 +24,22 @@ def client_lines(text: str) -> list[str]:
     return sorted(re.findall(r"client (rank=.*?)\s*$", text, re.MULTILINE))
 
 
-def test_accelerate(jobs: WarmJobs) -> None:
-    done = jobs.run(*ON_TWO_RANKS, SCRIPTS / "accelerate_ddp.py", timeout=120)
+def test_accelerate(trainer_jobs: WarmJobs) -> None:
+    done = trainer_jobs.run(*ON_TWO_RANKS, SCRIPTS / "accelerate_ddp.py", timeout=120)
     assert done.returncode == 0, done
     assert client_lines(done.stdout) == [f"rank={rank} world=2 MULTI_CPU total=16 agree=True" for rank in (0, 1)], done
 
 
-def test_lightning(jobs: WarmJobs) -> None:
-    done = jobs.run(*ON_TWO_RANKS, SCRIPTS / "lightning_ddp.py", timeout=150)
+def test_lightning(trainer_jobs: WarmJobs) -> None:
+    done = trainer_jobs.run(*ON_TWO_RANKS, SCRIPTS / "lightning_ddp.py", timeout=150)
     assert done.returncode == 0, done
     assert client_lines(done.stdout) == [f"rank={rank} world=2 steps=2 elastic=True" for rank in (0, 1)], done
 
 
-def test_torch_record(jobs: WarmJobs, tmp_log_dir: Path) -> None:
+def test_torch_record(trainer_jobs: WarmJobs, tmp_log_dir: Path) -> None:
     """The error file is torch's own, the verdict is drawn from it, and the worker's exit code is the job's."""
     script = SCRIPTS / "torch_record.py"
-    done = jobs.run(*ON_TWO_RANKS, "--log-dir", tmp_log_dir, script, timeout=120)
+    done = trainer_jobs.run(*ON_TWO_RANKS, "--log-dir", tmp_log_dir, script, timeout=120)
     assert done.returncode == 1, done
     assert "ValueError: the loss is a pineapple" in done.stderr, done
 

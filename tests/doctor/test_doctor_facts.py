@@ -24,10 +24,11 @@ from holdfast.doctor.facts import (
     gather_facts,
     infiniband,
     may_trace,
-    read_gpus,
     run_bounded,
+    shown_gpus,
     try_to_bind,
 )
+from holdfast.doctor.machine_state import GpuState, GpuUser, MachineState
 from holdfast.linux import GroupLimits, default_interface
 from holdfast.protocol.options import Endpoint
 from tests.support.documents import checked
@@ -98,16 +99,15 @@ def test_a_folder_is_written_to_and_one_that_is_yet_to_be_made_is_its_parent(tmp
     assert folder_facts(str(tmp_path / "file" / "x")).error == "Not a directory"
 
 
-SMI = "0, NVIDIA H200, 570.86.15, 143771, 30412, 0, GPU-aa\n1, NVIDIA H200, 570.86.15, 143771, 4, [N/A], GPU-bb\n\nrubbish\n"
-USERS = "GPU-aa, 4711, /usr/bin/python, 30400\nGPU-aa, 4712, /opt/a b/train, 8\n"
-
-
-def test_tables_of_nvidia_smi_are_read() -> None:
-    first, second = read_gpus(SMI, USERS)
+def test_gpus_are_shown_in_the_figures_of_earlier_versions() -> None:
+    users = (GpuUser(4711, 30400 << 20, "python"), GpuUser(4712, 8 << 20, "train"))
+    one = GpuState(index=0, name="NVIDIA H200", memory_bytes=143771 << 20, memory_used_bytes=30412 << 20, users=users)
+    two = GpuState(index=1, error="GPU is lost")
+    first, second = shown_gpus(MachineState(source="NVML", driver="570.86.15", gpus=(one, two)))
     assert (first.index, first.name, first.driver) == (0, "NVIDIA H200", "570.86.15")
-    assert (first.memory_total_mib, first.memory_used_mib, first.ecc_errors) == (143771, 30412, 0)
+    assert (first.memory_total_mib, first.memory_used_mib, first.ecc_errors) == (143771, 30412, None)
     assert first.users == ("pid 4711 python, 30400 MiB", "pid 4712 train, 8 MiB")
-    assert (second.ecc_errors, second.users) == (None, ())
+    assert (second.memory_total_mib, second.users) == (None, ())
 
 
 FAKE = """

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from holdfast.diagnosis.reference import finding_texts
 from holdfast.doctor import (
     DoctorFinding,
-    Gpu,
     Interface,
     JointCheck,
     Level,
@@ -41,7 +40,6 @@ GIB = 2**30
 ETH0 = Interface(name="eth0", addresses=("10.0.0.7",))
 LO = Interface(name="lo", addresses=("127.0.0.1", "::1"))
 DOCKER0 = Interface(name="docker0", addresses=("172.17.0.1",))
-GPU = Gpu(index=0, name="H200", driver="570.86", memory_total_mib=140000, memory_used_mib=4, ecc_errors=0)
 TORCH = TorchFacts(
     state=TorchState.OK, version="2.13.0", cuda="12.6", nccl="2.27.3", distributed=True, gloo=True, gpus=1, seconds=2.0
 )
@@ -333,6 +331,21 @@ def test_a_slow_or_odd_connection_is_named(bytes_s: float | None, is_slow: bool)
     if is_slow:
         assert got[0][0] == "HF564"
         assert "c → b" in got[0][2]
+
+
+def test_a_node_that_is_slow_with_all_others_is_blamed_and_not_its_links() -> None:
+    slow = [link(2, bytes_s=1e7)]
+    reports = [report(me, *slow, number=6) for me in range(6) if me != 2]
+    reports.insert(2, report(2, *(link(to, bytes_s=1e7) for to in range(6) if to != 2), number=6))
+    told = replace(check(*reports), came=("a", "b", "c", "d", "e", "f"), wanted=(6, 6))
+    ((code, _, why),) = found_together(told)
+    assert code == "HF564"
+    assert why.endswith("; c is slow with all others")
+
+
+def test_a_node_with_fewer_gpus_than_most_is_named() -> None:
+    told = check(report(0, traits={"gpus": "8"}), report(1, traits={"gpus": "7"}), report(2, traits={"gpus": "8"}))
+    assert found_together(told) == [("HF568", Level.WARN, "has 7 GPUs, 2 of 3 nodes have 8 GPUs")]
 
 
 def test_a_clock_that_differs_is_named_once() -> None:

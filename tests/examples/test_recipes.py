@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +15,12 @@ import pytest
 
 from holdfast.protocol.errors import EXIT_REQUEUE
 from tests.support.limits import limit_s
-from tests.warm import ON_CPU, Warm
+from tests.warm import ON_CPU
 from tests.warm_jobs import WarmJobs
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 SAFE_LINES_MAX = 10
-pytestmark = [pytest.mark.xdist_group("torch examples"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("torch trainers"), pytest.mark.timeout(300)]
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,6 @@ RECIPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        with WarmJobs(warm, tmp_path_factory.mktemp("jobs"), "lightning", "transformers.trainer") as made:
-            yield made
-
-
 @dataclass
 class Ended:
     code: int
@@ -62,12 +53,12 @@ class Ended:
         return [int(step) for step in re.findall(r"going on after step (\d+)", self.screen)]
 
 
-def trained(jobs: WarmJobs, recipe: Recipe, folder: Path, fault: signal.Signals | None = None) -> Ended:
+def trained(trainer_jobs: WarmJobs, recipe: Recipe, folder: Path, fault: signal.Signals | None = None) -> Ended:
     """A job of two ranks. At the third line about a loss, SIGKILL goes to the worker of rank 1, and SIGTERM to the agent."""
     logs = folder.with_suffix(".logs")
     options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", logs)
     arguments = (recipe.folder, str(folder), *recipe.more)
-    line = jobs.command("holdfast", "run", *options, EXAMPLES / recipe.script, *arguments)
+    line = trainer_jobs.command("holdfast", "run", *options, EXAMPLES / recipe.script, *arguments)
     environment = {**os.environ, **ON_CPU}
     with subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder.parent
@@ -94,20 +85,20 @@ def worker_of_rank_1(logs: Path) -> int:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_killed_rank_and_a_preemption_change_no_loss(name: str, jobs: WarmJobs, tmp_path: Path) -> None:
+def test_a_killed_rank_and_a_preemption_change_no_loss(name: str, trainer_jobs: WarmJobs, tmp_path: Path) -> None:
     recipe = RECIPES[name]
-    undisturbed = trained(jobs, recipe, tmp_path / "undisturbed")
+    undisturbed = trained(trainer_jobs, recipe, tmp_path / "undisturbed")
     assert undisturbed.code == 0, undisturbed.screen
     assert len(undisturbed.losses) >= 8
 
-    killed = trained(jobs, recipe, tmp_path / "killed", signal.SIGKILL)
+    killed = trained(trainer_jobs, recipe, tmp_path / "killed", signal.SIGKILL)
     assert killed.code == 0, killed.screen
     assert len(killed.resumed) == 1, killed.screen
     assert killed.losses == undisturbed.losses
 
-    left = trained(jobs, recipe, tmp_path / "left", signal.SIGTERM)
+    left = trained(trainer_jobs, recipe, tmp_path / "left", signal.SIGTERM)
     assert left.code == EXIT_REQUEUE, left.screen
-    again = trained(jobs, recipe, tmp_path / "left")
+    again = trained(trainer_jobs, recipe, tmp_path / "left")
     assert again.code == 0, again.screen
     (first,) = again.resumed
     assert first >= max(left.losses), "nothing that was done is repeated"

@@ -21,8 +21,8 @@ TRAINS = """
     supervisor = os.getppid()
     below = open(f"/proc/{supervisor}/task/{supervisor}/children").read().split()
     names = {pid: open(f"/proc/{pid}/comm").read().strip() for pid in below}
-    (fork server,) = [pid for pid, name in names.items() if name == "hf-fork-server"]
-    for pid in (supervisor, fork server):
+    (fork_server,) = [pid for pid, name in names.items() if name == "hf-fork-server"]
+    for pid in (supervisor, fork_server):
         links = [os.readlink(fd) for fd in glob.glob(f"/proc/{pid}/fd/*")]
         assert not [link for link in links if "nvidia" in link], links
     torch.cuda.set_device(0)

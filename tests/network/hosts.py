@@ -8,7 +8,7 @@ They share the disk and the clocks, and are joined by a bridge in a namespace of
 nothing is changed outside of them: when the last process and descriptor is gone, so is everything, however the test
 ended, and two test runs cannot meet. Needs root, iproute2, nftables and util-linux.
 
-Knows nothing of holdfast.
+Knows nothing of jobs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from holdfast.linux import process_stat
 from tests.support.limits import limit_s as scaled
 
 PREFIX_V4, PREFIX_V6 = "10.77.0.", "fd00:77::"
@@ -184,6 +185,12 @@ class Host:
                 if pid != self._init and os.readlink(f"/proc/{pid}/ns/pid") == mine:
                     found.append(pid)
         return found
+
+    def entered(self) -> list[int]:
+        """Its processes that have come from outside: their parents are on this machine, and not on the host."""
+        own = self.pids()
+        stats = {pid: process_stat(pid) for pid in own}
+        return [pid for pid, stat in stats.items() if stat is not None and stat.parent not in (self._init, *own)]
 
     def kill(self) -> None:
         """Every process dies at once; the kernel stays and answers for them (FIN, RST)."""

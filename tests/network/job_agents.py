@@ -117,6 +117,13 @@ class Agent:
     def text(self) -> str:
         return self.screen.read_text(errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """As this machine counts. It is not the command that it was forked for (see warm_jobs.py)."""
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.host.entered()}
+        (found,) = [pid for pid, line in lines.items() if b"warm_jobs.py" not in line]
+        return found
+
     def signal(self, signum: int) -> None:
         self.program.signal(signum)
 
@@ -145,6 +152,8 @@ class JobAgents:
         self.script.write_text(WORKER)
         self.args: tuple[str, ...] = ()
         """Options that all agents of the job have."""
+        self.launcher: tuple[str, ...] = (sys.executable, "-m", "holdfast.run")
+        """What an agent is started by, and the beginning of its line."""
 
     def c10d(self, nnodes: str, endpoint: str = "node1", conf: str = "") -> None:
         """The options of a job that meets there."""
@@ -158,7 +167,7 @@ class JobAgents:
         """Start an agent on node `number`."""
         name = f"agent{len(self.agents)}-node{number}"
         screen = self.folder / f"{name}.txt"
-        line = (sys.executable, "-m", "holdfast.run", "--log-dir", self.folder / name, *self.args, *more)
+        line = (*self.launcher, "--log-dir", self.folder / name, *self.args, *more)
         with screen.open("wb") as file:
             program = self.hosts[number].start(
                 [*line, script or self.script],

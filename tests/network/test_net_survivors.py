@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
 
 from holdfast.linux import process_stat
-from tests.network.hosts import Program
 from tests.network.job_agents import Agent, JobAgents, until
+from tests.warm import ON_CPU, Warm
+from tests.warm_jobs import WarmJobs
 
 pytestmark = [
     pytest.mark.slow,
@@ -94,6 +96,22 @@ with ht.process_group() as pg, ht.Snapshots(SITE + "/runs", every="1h", memory_e
 """FSDP2, or HSDP if SHARDS is not 0. The disk gets nothing before the end."""
 
 
+@pytest.fixture(scope="module")
+def warm_jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
+    with WarmJobs(warm, tmp_path_factory.mktemp("jobs")) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts_of_a_job(job_agents: Any, warm_jobs: WarmJobs, monkeypatch: pytest.MonkeyPatch) -> JobAgents:
+    """Three hosts, whose agents share an import of torch."""
+    for name, value in ON_CPU.items():
+        monkeypatch.setenv(name, value)
+    made: JobAgents = job_agents(3)
+    made.launcher = (*warm_jobs.command("holdfast", "run"),)
+    return made
+
+
 class Done(NamedTuple):
     """One rank has done a step."""
 
@@ -112,8 +130,8 @@ class Done(NamedTuple):
 class Job:
     """Three hosts, one rank each; the coordinator is on the first."""
 
-    def __init__(self, job_agents: Any) -> None:
-        self.job_agents: JobAgents = job_agents(3)
+    def __init__(self, job_agents: JobAgents) -> None:
+        self.job_agents = job_agents
         self.job_agents.script.write_text(SCRIPT)
         self.job_agents.c10d("1:3")
         self.agents = self.job_agents.start_all([1, 2, 3])
@@ -151,7 +169,7 @@ class Job:
 
     def suspends(self, number: int) -> None:
         """Wait until its worker is suspended. An agent may be stopped there, too."""
-        own = self.agents[number - 1].program.pid
+        own = self.agents[number - 1].pid
         pids = self.job_agents.hosts[number].pids
         self.until(lambda: any(state(pid) == "T" for pid in pids() if pid != own))
 
@@ -164,9 +182,9 @@ def state(pid: int) -> str:
     return stat.state if stat is not None else ""
 
 
-def test_a_short_silence_suspends_the_workers_and_a_longer_one_costs_the_node(job_agents) -> None:
+def test_a_short_silence_suspends_the_workers_and_a_longer_one_costs_the_node(hosts_of_a_job: JobAgents) -> None:
     """After the short one they continue with the same processes in the same generation."""
-    job = Job(job_agents)
+    job = Job(hosts_of_a_job)
     job.job_agents.hosts.unplug(3)
     job.suspends(3)
     job.job_agents.hosts.plug(3)
@@ -184,20 +202,19 @@ def test_a_short_silence_suspends_the_workers_and_a_longer_one_costs_the_node(jo
     job.all_again(alone)
 
 
-def test_the_workers_of_a_stopped_agent_are_suspended_by_its_supervisor(job_agents) -> None:
-    job = Job(job_agents)
-    stopped: Program = job.agents[2].program
-    stopped.signal(signal.SIGSTOP)
+def test_the_workers_of_a_stopped_agent_are_suspended_by_its_supervisor(hosts_of_a_job: JobAgents) -> None:
+    job = Job(hosts_of_a_job)
+    stopped = job.agents[2].pid
+    os.kill(stopped, signal.SIGSTOP)
     job.suspends(3)
     alone = job.two_go_on("node3")
-    stopped.resume()
-    stopped.signal(signal.SIGCONT)
+    os.kill(stopped, signal.SIGCONT)
     job.all_again(alone)
 
 
-def test_the_others_keep_their_processes_when_the_coordinators_node_becomes_silent(job_agents) -> None:
+def test_the_others_keep_their_processes_when_the_coordinators_node_becomes_silent(hosts_of_a_job: JobAgents) -> None:
     """A successor lets the suspended workers continue before they are killed."""
-    job = Job(job_agents)
+    job = Job(hosts_of_a_job)
     job.job_agents.hosts.unplug(1)
     alone = job.two_go_on("node1")
     assert job.said("this node is the coordinator now")
@@ -209,8 +226,8 @@ def test_the_others_keep_their_processes_when_the_coordinators_node_becomes_sile
 class ShardedJob(Job):
     """Some of three hosts, with some ranks on each."""
 
-    def __init__(self, job_agents: Any, numbers: Sequence[int], ranks: int, **env: str) -> None:
-        self.job_agents = job_agents(3)
+    def __init__(self, job_agents: JobAgents, numbers: Sequence[int], ranks: int, **env: str) -> None:
+        self.job_agents = job_agents
         self.job_agents.script.write_text(SHARDED)
         self.job_agents.c10d("1:3")
         self.ranks, self.env = ranks, env
@@ -246,9 +263,11 @@ class ShardedJob(Job):
 
 
 @pytest.mark.parametrize(("copies", "source"), [("1", "memory"), ("0", "disk")], ids=["copies", "no copies"])
-def test_hsdp_loses_no_step_with_a_node_and_none_when_another_comes(job_agents, copies: str, source: str) -> None:
+def test_hsdp_loses_no_step_with_a_node_and_none_when_another_comes(
+    hosts_of_a_job: JobAgents, copies: str, source: str
+) -> None:
     """Each node has a whole replica. The newcomer has nothing in memory: without copies the others save for it."""
-    job = ShardedJob(job_agents, [1, 2], 2, SHARDS="2", COPIES=copies)
+    job = ShardedJob(hosts_of_a_job, [1, 2], 2, SHARDS="2", COPIES=copies)
     alone = job.loses(2)
     assert {each.source for each in alone} == {"memory"}
     job.has_lost_no_step(alone, 4)
@@ -261,17 +280,17 @@ def test_hsdp_loses_no_step_with_a_node_and_none_when_another_comes(job_agents, 
     job.job_agents.finish_all([job.agents[0], newcomer])
 
 
-def test_steps_that_nobody_has_any_more_are_told(job_agents) -> None:
+def test_steps_that_nobody_has_any_more_are_told(hosts_of_a_job: JobAgents) -> None:
     """The lost node's shards were in its memory alone, and nothing was saved to the disk."""
-    job = ShardedJob(job_agents, [1, 2], 1, SHARDS="0", COPIES="0")
+    job = ShardedJob(hosts_of_a_job, [1, 2], 1, SHARDS="0", COPIES="0")
     alone = job.loses(2)
     assert {(each.source, each.began) for each in alone} == {("", 0)}
     job.job_agents.finish_all(job.agents[:1])
     assert "steps are lost: no state of them was complete in memory, and none was on the disk" in job.agents[0].text
 
 
-def test_the_shard_of_a_lost_node_comes_from_another_one_s_memory(job_agents) -> None:
-    job = ShardedJob(job_agents, [1, 2, 3], 1, SHARDS="0", COPIES="1")
+def test_the_shard_of_a_lost_node_comes_from_another_one_s_memory(hosts_of_a_job: JobAgents) -> None:
+    job = ShardedJob(hosts_of_a_job, [1, 2, 3], 1, SHARDS="0", COPIES="1")
     alone = job.loses(3)
     assert {each.source for each in alone} == {"memory"}
     assert 0 < alone[0].began <= max(each.step for each in job.of(3))

@@ -26,6 +26,8 @@ from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.documents import checked
 from tests.support.limits import limit_s as scaled
 from tests.support.limits import until
+from tests.warm import Warm
+from tests.warm_jobs import Started, WarmJobs
 
 WAIT_S = 30.0
 """Long enough on a quiet machine with a test on each core; nothing here takes a second of its own."""
@@ -232,7 +234,7 @@ def as_users_have() -> dict[str, str]:
 class JobFolder:
     """A folder in which jobs run."""
 
-    def __init__(self, folder: Path, server: AgentServer | None = None) -> None:
+    def __init__(self, folder: Path, server: AgentServer | WarmAgents | None = None) -> None:
         self.folder = folder
         self.server = server
         self.agents: list[Agent] = []
@@ -349,8 +351,25 @@ class JobFolder:
             agent.process.wait(scaled(WAIT_S))
 
 
+class WarmAgents:
+    """Agents and fork servers that share an import of torch: what `JobFolder` uses of an AgentServer."""
+
+    def __init__(self, jobs: WarmJobs) -> None:
+        self._jobs = jobs
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, screen: Path) -> Started:
+        return self._jobs.start("holdfast", "run", *arguments, env=environment, output=screen, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def warm_agents(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmAgents]:
+    """For modules whose jobs need torch: their fixture `agent_server` returns it."""
+    with WarmJobs(warm, tmp_path_factory.mktemp("jobs")) as made:
+        yield WarmAgents(made)
+
+
 @pytest.fixture
-def job_folder(tmp_path: Path, agent_server: AgentServer) -> Iterator[JobFolder]:
+def job_folder(tmp_path: Path, agent_server: AgentServer | WarmAgents) -> Iterator[JobFolder]:
     made = JobFolder(tmp_path, agent_server)
     yield made
     made.close()

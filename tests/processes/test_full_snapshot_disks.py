@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.train.snapshots import folder
-from tests.processes.conftest import LACKS, Agent, JobFolder, SmallDisk
+from tests.processes.conftest import LACKS, Agent, JobFolder, SmallDisk, WarmAgents
 from tests.support.breaking_disks import FAULTS, BreakingDisk, over_quota
 from tests.support.limits import until
 
@@ -53,6 +53,11 @@ while state.step < last:
         snaps.save()
 snaps.close()
 """
+
+
+@pytest.fixture(scope="module")
+def agent_server(warm_agents: WarmAgents) -> WarmAgents:
+    return warm_agents
 
 
 class Training:

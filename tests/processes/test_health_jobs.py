@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,98 @@ def test_a_full_preflight_imports_torch(job_folder: JobFolder) -> None:
     (job_folder.folder / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: not found')")
     text = refused(job_folder, "full", {"PYTHONPATH": str(job_folder.folder)})
     assert "libcudart.so: not found" in text
+
+
+# --- GPUs: NVML is a double in the agent's process ---------------------------------------------------------------------
+
+GPUS = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.support.fake_nvml import FakeNvml
+from holdfast.cli import resolve
+from holdfast.doctor import machine_reader
+resolve.has_gpus = lambda probes: True
+machine_reader.has_nvidia = lambda *root: True
+import pathlib
+folder = pathlib.Path({folder!r})
+
+class Machine(FakeNvml):
+    # The memory of the second GPU is in a file.
+
+    def _device(self, name, handle, rest):
+        file = folder / "used"
+        if name == "MemoryInfo" and handle == 1 and file.exists():
+            self.gpus[1]["MemoryInfo"] = {{"total": 80 << 30, "used": int(file.read_text()) << 20}}
+        return super()._device(name, handle, rest)
+
+GPU = {{"Name": "NVIDIA H100 80GB HBM3", "MemoryInfo": {{"total": 80 << 30, "used": 0}}}}
+machine_reader._own_nvml = lambda: Machine([GPU, {{**GPU, **{answers!r}}}], file=folder / "xids")
+"""
+
+
+def on_gpus(job_folder: JobFolder, **answers: object) -> tuple[str, ...]:
+    """`holdfast run` on a machine with two GPUs; the second one has these answers."""
+    text = GPUS.format(root=str(Path(__file__).parents[2]), folder=str(job_folder.folder), answers=answers)
+    return job_folder.changed(text)
+
+
+def test_where_there_are_gpus_a_node_is_checked_without_being_asked(job_folder: JobFolder) -> None:
+    agent = job_folder.ends(0, "--standalone", job_folder.script("note('ran')"), program=on_gpus(job_folder))
+    (preflight,) = agent.events("preflight")
+    assert preflight["fit"] is True
+    assert len(job_folder.trail("ran")) == 1
+
+
+def test_a_node_with_a_lost_gpu_starts_nothing_and_says_which(job_folder: JobFolder) -> None:
+    line = ("--standalone", "--rdzv-conf", FAST, job_folder.script("note('ran')"))
+    agent = job_folder.ends(1, *line, program=on_gpus(job_folder, all="error:GPU_IS_LOST"))
+    assert "--preflight HF504 GPU health: GPU 1: GPU is lost" in agent.text
+    assert job_folder.trail("ran") == []
+
+
+def test_a_gpu_that_no_worker_sees_keeps_no_node_from_training(job_folder: JobFolder) -> None:
+    line = ("--standalone", job_folder.script("note('ran')"))
+    program = on_gpus(job_folder, all="error:GPU_IS_LOST")
+    job_folder.ends(0, *line, program=program, env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert len(job_folder.trail("ran")) == 1
+
+
+def test_an_xid_is_in_the_verdict_and_in_the_journal(job_folder: JobFolder) -> None:
+    """The script has the driver report the XID, waits until its agent has written it down, and fails."""
+    folder = job_folder.folder
+    script = job_folder.script(
+        textwrap.dedent(f"""
+        from pathlib import Path
+        Path("{folder}/xids").write_text("1 79\\n")
+        until_s = time.monotonic() + 20
+        while time.monotonic() < until_s and not any("coordinator.device" in each.read_text() for each in Path("{folder}").rglob("events.jsonl")):
+            time.sleep(0.05)
+        raise RuntimeError("CUDA error: unspecified launch failure")
+        """)
+    )
+    agent = job_folder.ends(1, "--standalone", script, program=on_gpus(job_folder))
+    (device,) = [each for each in agent.events() if each["event"] == "device"]
+    assert (device["device"], device["xid"], device["severe"]) == ("GPU 1", 79, True)
+    assert re.search(r"on GPU 1 of node \S+ [\d.]+ s before", agent.text)
+
+
+def test_a_restart_waits_for_the_memory_of_the_workers_before(job_folder: JobFolder) -> None:
+    """The first worker leaves memory in use. The test frees it when the agent waits for it."""
+    used = job_folder.folder / "used"
+    script = job_folder.script(
+        textwrap.dedent(f"""
+        from pathlib import Path
+        if ROUND == 0:
+            Path("{used}").write_text("30000")
+            note("takes")
+            sys.exit(1)
+        note("ran", used=Path("{used}").read_text())
+        """)
+    )
+    agent = job_folder.start("--standalone", "--max-restarts", "1", script, program=on_gpus(job_folder))
+    job_folder.wait(1, "takes")
+    used.write_text("0")
+    assert agent.end() == 0
+    (memory,) = agent.events("gpu_memory")
+    assert memory["left_bytes"] == {}
+    assert [each["used"] for each in job_folder.trail("ran")] == ["0"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.train.snapshots import folder
-from tests.processes.conftest import Agent, JobFolder, SmallDisk, holdfast, told
+from tests.processes.conftest import Agent, JobFolder, SmallDisk, WarmAgents, holdfast, told
 from tests.processes.test_control_jobs import beside, entries, refused
 from tests.processes.test_dashboard_jobs import place, visitor
 from tests.processes.test_hang_jobs import SCRIPTS
@@ -45,6 +45,11 @@ trap 'echo "spied $line" > "$2"; exit' INT
 while :; do sleep 0.05; done
 """
 """As soon as it is there, it can be interrupted: Python may take longer to start than the record lasts."""
+
+
+@pytest.fixture(scope="module")
+def agent_server(warm_agents: WarmAgents) -> WarmAgents:
+    return warm_agents
 
 
 def begun(job_folder: JobFolder, script: str, count: int, *args: str | Path, **more: Any) -> Agent:

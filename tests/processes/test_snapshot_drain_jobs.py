@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.train.snapshots import folder
-from tests.processes.conftest import c10d
+from tests.processes.conftest import WarmAgents, c10d
 
 pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
 LIMIT_S = 90.0
@@ -52,6 +52,11 @@ with ht.process_group() as pg, ht.Snapshots("runs", every=None, memory_every=3) 
             time.sleep(0.01)
             snaps.step()
 """
+
+
+@pytest.fixture(scope="module")
+def agent_server(warm_agents: WarmAgents) -> WarmAgents:
+    return warm_agents
 
 
 def check(job_folder: Any, worlds: list[int]) -> None:

@@ -1,4 +1,5 @@
-"""Simulated jobs whose nodes elect a successor. HOLDFAST_SEEDS=first:end runs others than the ordinary ones.
+"""Simulated jobs whose nodes elect a successor. HOLDFAST_SEEDS=first:end runs others than the ordinary ones;
+`make soak-seeds` runs 50,000.
 
 Each safety rule is broken on purpose, and a seed is named whose job then breaks a promise.
 """
@@ -26,8 +27,8 @@ from tests.support.simulator.faults import FaultOptions
 from tests.support.simulator.succession import SuccessionCluster
 from tests.support.simulator.sweep import SUCCESSION, draw_succession, parse_seeds, report, run_seeds, run_succession
 
-FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:150"))
-CHUNKS = 6
+FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:60"))
+CHUNKS = 4
 STEP = max(1, -(-(END - FIRST) // CHUNKS))
 MENDED = (
     199,
@@ -308,12 +309,14 @@ def test_each_rule_is_needed(
     """Several seeds, since a change of the machines changes their stories: one of them must find it."""
     problems: list[str] = []
     for seed in seeds:
-        job(seed).run()
         try:
             job(seed, *rules).run()
         except BrokenPromiseError as error:
             problems.append(str(error).partition("\n")[0])
-    assert any(re.search(words, problem) for problem in problems), problems
+            if re.search(words, problems[-1]):
+                job(seed).run()  # with the rule all is well
+                return
+    pytest.fail(f"no seed finds it: {problems}")
 
 
 # --- the checker ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from holdfast.protocol.options import LogOptions, Std, StreamChoice
 from holdfast.supervisor import log_tail
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
-from holdfast.supervisor.log_spool import WorkerStreams
+from holdfast.supervisor.log_spool import KEPT_BYTES_MAX, WorkerStreams
 from tests.support.limits import limit_s, until
 
 TEE = StreamChoice(every=Std.ALL)
@@ -468,6 +468,35 @@ def test_a_blocked_console_loses_nothing(pipe: PipeConsole, tmp_path: Path) -> N
         header = b"[default%d]:" % rank
         mine = b"".join(each[len(header) :] for each in bytes(pipe.out).splitlines(True) if each.startswith(header))
         assert mine == text
+
+
+@pytest.mark.parametrize("line_count", [30_000, 300_000])
+def test_a_disk_that_breaks_costs_a_console_that_is_behind_the_oldest_lines_and_their_number_is_shown(
+    pipe: PipeConsole, tmp_path: Path, line_count: int
+) -> None:
+    """The file takes all lines, and cannot be read when the console comes to them. The newest are in memory."""
+    node = Node(pipe, tmp_path).open(0)
+    text = b"".join(b"%09d\n" % number for number in range(line_count))
+    node.write(0, text)
+    until(lambda: written(node, 0) == text, "the file to be complete")
+    file = node.workers[0].stdout_file
+    assert file is not None
+    file.unlink()
+    node.router.end_attempt()
+    pipe.read_on()
+    assert node.end()
+    # Where the bytes are missing, a line is in pieces.
+    shown = bytes(pipe.out).replace(b"n1:100| ", b"").removesuffix(b"\n") + b"\n"
+    head, note, tail = shown.partition(b"holdfast: ")
+    if len(text) <= KEPT_BYTES_MAX:
+        assert (head, note) == (text, b"")
+        return
+    missing, newest = tail.split(b" bytes of output are missing here\n")
+    whole = len(head) + int(missing) + len(newest)
+    assert whole - len(text) in (0, 1), "the newline before the message"
+    assert text.startswith(head[:-1])
+    assert text.endswith(newest)
+    assert len(newest) >= KEPT_BYTES_MAX
 
 
 def test_close_gives_up_on_a_console_that_stays_blocked(pipe: PipeConsole, tmp_path: Path) -> None:

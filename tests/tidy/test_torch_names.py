@@ -15,6 +15,7 @@ WITHOUT_HOLDFAST = {"store_server.py"}
 """A program that imports nothing of holdfast; where it does not find torch's names it takes the public ones."""
 NOT_TORCH = {
     ("checkup.py", "_exit"),  # os
+    ("gpu_checkup.py", "_exit"),
     ("state_codec.py", "_fields"),  # of named tuples
     ("random_numbers.py", "_inst"),  # Python's own generator
     ("random_numbers.py", "_rand"),  # numpy's

@@ -19,10 +19,10 @@ from tests.train.test_survival import (
     finished,
     grown,
     jobs,
-    replaced,
     shrunk,
     started,
     undisturbed,
+    with_replacements,
 )
 from tests.warm_jobs import WarmJobs
 
@@ -70,11 +70,7 @@ def test_with_replacements_every_option_computes_what_an_undisturbed_job_does(
     jobs: WarmJobs, tmp_path: Path, reference: Ends
 ) -> None:
     """Parameters are frozen and needed again meanwhile, by code that runs once."""
-    with started(jobs, tmp_path / "lost", OPTIONS, faults=[*LOSSES, UNSYNCED]) as agent:
-        for rank, _, _ in LOSSES:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
-    assert agent.said("refuse") == set()
+    ends = with_replacements(jobs, tmp_path / "lost", OPTIONS, LOSSES, others=[UNSYNCED]).ends
     assert differing(ends, reference) == []
 
 
@@ -143,10 +139,7 @@ def test_compiled_modules_are_carried_too(jobs: WarmJobs, tmp_path: Path) -> Non
     case = {"compiled": True, "steps": 6}
     faults = [(1, "backward compiled within", 3), (2, "backward compiled around", 4)]
     whole = undisturbed(jobs, tmp_path / "reference", OPTIONS, **case)
-    with started(jobs, tmp_path / "lost", OPTIONS, **case, faults=faults) as agent:
-        for rank, _, _ in faults:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
+    ends = with_replacements(jobs, tmp_path / "lost", OPTIONS, faults, **case).ends
     assert differing(ends, whole) == []
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,15 +132,36 @@ def same(ends: Ends, others: Ends, but: str = "") -> None:
         assert [name for name in own if own[name] != other[name] and name not in ("worlds", but)] == []
 
 
+class Replaced(NamedTuple):
+    """A job in which each lost rank was replaced, and that has ended."""
+
+    agent: FakeAgent
+    ends: Ends
+
+
+def with_replacements(
+    jobs: WarmJobs,
+    folder: Path,
+    script: Path,
+    losses: Sequence[Sequence[Any]],
+    *,
+    world: Collection[int] = WORLD,
+    others: Sequence[Sequence[Any]] = (),
+    **case: Any,
+) -> Replaced:
+    """One rank after the other is lost and replaced, and no rank refuses to go on. `others`: faults that cost no rank."""
+    with started(jobs, folder, script, world=world, **case, faults=[*losses, *others]) as agent:
+        for rank, *_ in losses:
+            replaced(agent, rank, world=world)
+        ends = finished(agent, folder, world)
+    assert agent.said("refuse") == set()
+    return Replaced(agent, ends)
+
+
 def is_exact_with_replacements(jobs: WarmJobs, folder: Path, script: Path, losses: Losses, **case: Any) -> Ends:
     """Each rank ends as in an undisturbed job, whose ends are returned."""
     reference = undisturbed(jobs, folder / "reference", script, **case)
-    with started(jobs, folder / "lost", script, **case, faults=losses) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank)
-        ends = finished(agent, folder / "lost")
-    assert agent.said("refuse") == set()
-    same(ends, reference)
+    same(with_replacements(jobs, folder / "lost", script, losses, **case).ends, reference)
     return reference
 
 
@@ -195,11 +216,8 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
     reference = undisturbed(jobs, tmp_path / "reference", **case)
     assert [each["counts"] for each in reference] == [[-2.0]] * 3
     faults = [[*each, "kill"] for each in losses]
-    with started(jobs, tmp_path / "lost", **case, faults=faults + late) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
-        assert lost_steps(agent) == dict.fromkeys(range(2, len(losses) + 2), 0)
+    agent, ends = with_replacements(jobs, tmp_path / "lost", SURVIVOR, faults, others=late, **case)
+    assert lost_steps(agent) == dict.fromkeys(range(2, len(losses) + 2), 0)
     same(ends, reference)
     assert {each["a traceback"] for each in ends} == {1}, "it names the rank once, however often the world has changed"
 
@@ -208,11 +226,9 @@ def test_replicas_are_compared_in_each_world_and_a_loss_is_no_difference(jobs: W
     """Compared after each step. The first rank is lost while the others wait for its digests."""
     reference = undisturbed(jobs, tmp_path / "reference", checked=1)
     losses = [(1, "check", 3), (2, "backward", 8), (1, "optimizer", 12), (0, "gradients", 17)]
-    with started(jobs, tmp_path / "lost", checked=1, faults=[[*each, "kill"] for each in losses]) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
-        assert "are not compared" not in str(agent.logs())
+    faults = [[*each, "kill"] for each in losses]
+    agent, ends = with_replacements(jobs, tmp_path / "lost", SURVIVOR, faults, checked=1)
+    assert "are not compared" not in agent.logs()
     same(ends, reference, but="buffers")
 
 
@@ -379,7 +395,7 @@ def test_without_holdfast_it_is_a_plain_call(jobs: WarmJobs, tmp_path: Path) -> 
         assert [(each["worlds"], each["counts"]) for each in ends] == [([world], [-2.0])] * world
 
 
-REGROUPS, PART = 100, 30
+REGROUPS = 100
 GROWTH_MAX = 1.05
 
 
@@ -399,11 +415,12 @@ def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path)
 
 
 def leave_nothing(used: list[list[Used]]) -> None:
-    """`used`: what each of two ranks had after each regroup."""
+    """`used`: what each of two ranks had after each regroup. The first ones still fill what is kept."""
+    third = 3 * len(used) // 10
     for number in range(2):
         early, late = (
             Used(*map(min, zip(*(each[number] for each in part), strict=True)))
-            for part in (used[PART : 2 * PART], used[-PART:])
+            for part in (used[third : 2 * third], used[-third:])
         )
         assert late.descriptors <= early.descriptors, used
         assert late.threads <= early.threads, used
@@ -424,9 +441,4 @@ def test_habits_of_many_scripts_lose_nothing_either(
     jobs: WarmJobs, tmp_path: Path, losses: list[tuple[int, str, int]]
 ) -> None:
     """See scripts/habits.py."""
-    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT_OF_HABITS)
-    with started(jobs, tmp_path / "lost", SCRIPT_OF_HABITS, faults=losses) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
-    same(ends, reference)
+    is_exact_with_replacements(jobs, tmp_path, SCRIPT_OF_HABITS, losses)

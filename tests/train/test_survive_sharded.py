@@ -15,7 +15,6 @@ import pytest
 from holdfast.train.quarantine import PREVIOUS_END
 from tests.support.limits import until
 from tests.train.test_survival import (
-    REGROUPS,
     WORLD,
     Ends,
     Losses,
@@ -29,6 +28,7 @@ from tests.train.test_survival import (
     shrunk,
     started,
     undisturbed,
+    with_replacements,
 )
 from tests.warm_jobs import WarmJobs
 
@@ -69,12 +69,7 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, drawn=True)
-    with started(jobs, tmp_path / "lost", SCRIPT, drawn=True, faults=LOSSES) as agent:
-        for rank, _, _ in LOSSES:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
-    assert agent.said("refuse") == set()
-    same_training(ends, reference)
+    same_training(with_replacements(jobs, tmp_path / "lost", SCRIPT, LOSSES, drawn=True).ends, reference)
 
 
 def same_training(ends: Ends, others: Ends) -> None:
@@ -137,12 +132,7 @@ def test_a_loss_before_the_first_state_in_memory_begins_alike(
     """The same weights are drawn again, and what was made before the function has its first state."""
     case = {"steps": 4, "epochs": 1, "drawn": True}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
-    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=losses) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
-    assert agent.said("refuse") == set()
-    same_training(ends, reference)
+    same_training(with_replacements(jobs, tmp_path / "lost", SCRIPT, losses, **case).ends, reference)
 
 
 def test_from_the_disk_if_the_memory_of_a_lost_rank_is_lost_too(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
@@ -188,11 +178,8 @@ def test_a_failure_before_the_job_is_judged_once(
     """It would make the state suspect from which the ranks have gone on after a loss."""
     monkeypatch.setenv(PREVIOUS_END, "failed 5 ValueError: the loss is nan")
     losses = [(1, "forward", 4), (2, "forward", 7)]
-    with started(jobs, tmp_path / "lost", SCRIPT, faults=losses) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank)
-        (end, *_) = finished(agent, tmp_path / "lost")
-        assert "suspect" not in agent.logs()
+    agent, (end, *_) = with_replacements(jobs, tmp_path / "lost", SCRIPT, losses)
+    assert "suspect" not in agent.logs()
     assert [step for _, _, _, step, *_ in end["calls"]] == [0, 3, 6]
 
 
@@ -253,12 +240,12 @@ def test_without_an_agent_a_sharded_model_made_before_is_a_plain_call(
     assert "ht.survive: a plain call, because no agent of holdfast started this process" in done.stderr
 
 
-def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+def test_fifty_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "lost").mkdir()
     used: list[list[Used]] = []
     with started(jobs, tmp_path / "lost", SCRIPT, world=[0, 1], epochs=10**6) as agent:
         agent.await_said([0, 1], "able", generation=0)
-        for _ in range(REGROUPS):
+        for _ in range(50):
             shrunk(agent, 0, 1)
             agent.await_said([0, 1], "went_on", generation=agent.generation)
             used.append([Used.by(agent.workers[each].pid) for each in (0, 1)])
@@ -388,11 +375,7 @@ def test_no_step_is_lost_where_each_part_has_a_living_replica(
     world = [0, 1, 2, 3] if kind == "hsdp" else [0, 1, 2]
     case = {"world": world, "kind": kind, "drawn": True, "memory": 12, "nothing of its own": True}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
-    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=losses) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank, world=world)
-        ends = finished(agent, tmp_path / "lost", world)
-    assert agent.said("refuse") == set()
+    agent, ends = with_replacements(jobs, tmp_path / "lost", SCRIPT, losses, **case)
     assert lost_steps(agent) == dict.fromkeys(range(2, len(losses) + 2), 0)
     same_training(ends, reference)
 
@@ -407,11 +390,8 @@ def test_no_step_is_lost_if_one_replica_has_its_gradients_and_others_do_not(
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
     case = {"world": [0, 1, 2, 3], "kind": "hsdp", "plain": True, "memory": 100, "nothing of its own": True}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
-    faults = [[0, "gradients", 5, 2]]
-    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=faults, late=[3, 5]) as agent:
-        replaced(agent, 0, world=[0, 1, 2, 3])
-        ends = finished(agent, tmp_path / "lost", [0, 1, 2, 3])
-    assert agent.said("refuse") == set()
+    losses = [[0, "gradients", 5, 2]]
+    agent, ends = with_replacements(jobs, tmp_path / "lost", SCRIPT, losses, **case, late=[3, 5])
     assert lost_steps(agent) == {2: 0}
     same_training(ends, reference)
 
@@ -437,9 +417,5 @@ def test_other_models_with_replacements(
     if case.get("kind") == "pipeline":  # its ranks are not all in a pass at the same time
         losses = [(1, "gradients", 5), (0, "between steps", 8)]
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **{"world": world, **case})
-    with started(jobs, tmp_path / "lost", SCRIPT, **{"world": world, **case}, faults=losses) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank, world=world)
-        ends = finished(agent, tmp_path / "lost", world)
-    assert agent.said("refuse") == set()
+    ends = with_replacements(jobs, tmp_path / "lost", SCRIPT, losses, **{"world": world, **case}).ends
     same_training(ends, reference)

@@ -143,6 +143,14 @@ def has_gpus(probes: Probes) -> bool:
     return nvidia_device_files(probes.root) > 0 or kfd_gpus(probes.root) > 0
 
 
+def has_infiniband(probes: Probes) -> bool:
+    """Whether this machine has InfiniBand or RoCE adapters."""
+    try:
+        return bool(os.listdir(os.path.join(probes.root, "sys/class/infiniband")))
+    except OSError:
+        return False
+
+
 ROCM_FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 

@@ -43,11 +43,13 @@ if TYPE_CHECKING:
     from holdfast.doctor.joint import JointOptions, JointResult
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
+GPU_CHECK = "GPUs: what their driver reports (quick), or also what they compute and copy (full: a minute)"
 OWN = tuple(
     Option(name, kind, default, text, metavar, env=False, choices=choices, ours=True)
     for name, kind, default, text, metavar, choices in (
         ("--timeout", FLOAT, 60.0, "limit of the wait for other nodes, and of each check", "S", ()),
         ("--all-reduce", TEXT, "auto", ALL_REDUCE, "auto|off", ("auto", "off")),
+        ("--gpu", TEXT, "quick", GPU_CHECK, "off|quick|full", ("off", "quick", "full")),
         ("--strict", FLAG, False, "exit with 10 for warnings (otherwise 0)", "", ()),
         ("--json", FLAG, False, "print JSON", "", ()),
     )
@@ -63,6 +65,8 @@ CACHES_S_MAX = 2.0
 """Limit of the time in which the size of the folder with compiled kernels is found out (s)."""
 LOCAL_TORCH_S_MIN = 60.0
 """Least limit for the import of torch, however short --timeout is."""
+LOCAL_TEST_S_MIN = 120.0
+"""The same for the test of the GPUs."""
 BUSY_S = 2.0
 """Time without output after which a line reports what is in progress."""
 
@@ -144,7 +148,7 @@ async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) ->
 
     from holdfast.cli.program import interpreter
     from holdfast.cli.resolve import node_size
-    from holdfast.doctor.facts import FactsRequest, gather_facts
+    from holdfast.doctor.facts import FactsRequest, GpuCheck, gather_facts
     from holdfast.doctor.joint import JointResult, check_together
     from holdfast.doctor.local import examine as examine_facts
     from holdfast.doctor.local import time_outs
@@ -162,6 +166,8 @@ async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) ->
         try_port=not together,  # the joint check binds it otherwise
         environ=os.environ,
         torch_s_max=max(timeout_s, LOCAL_TORCH_S_MIN),
+        gpu=GpuCheck(parsed.values.gpu),
+        gpu_test_s_max=max(timeout_s, LOCAL_TEST_S_MIN),
     )
 
     facts = asyncio.create_task(gather_facts(asked))

@@ -205,10 +205,11 @@ OPTIONS: tuple[Option, ...] = (
         own(
             "--preflight",
             TEXT,
-            "off",
-            "check this node before its first generation (off, quick or full); one that cannot train is parked",
+            "auto",
+            "check this node before its first generation (off, quick or full; auto: quick where there are GPUs); "
+            "one that cannot train is parked",
             "HOW",
-            choices=("off", "quick", "full"),
+            choices=("auto", "off", "quick", "full"),
         ),
         Option("--event-log-handler", TEXT, "null", "where events go: null or console", "NAME"),
         own("--dashboard", TEXT, None, "serve a web page of the job there (loopback by default)", "[HOST:]PORT"),

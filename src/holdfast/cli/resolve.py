@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast import compile_caches
 from holdfast.cli import rendezvous
-from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes, has_gpus
+from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes, has_gpus, has_infiniband
 from holdfast.cli.grammar import ABOUT_US
 from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
 from holdfast.cli.program import preload, worker_command
@@ -118,7 +118,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         metrics=metrics,
         health=health,
         health_command=health_command(parsed),
-        preflight=given.preflight,
+        preflight=preflight_level(given.preflight, devices, probes),
+        watch_devices=(devices.kind != "cpu" and has_gpus(probes)) or has_infiniband(probes),
         health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),
@@ -262,6 +263,13 @@ def span_receiver(parsed: Parsed) -> str | None:
     if url is not None and not url.startswith(("http://", "https://")):
         raise parsed.error("otel", UsageError, "must be the URL of an OTLP/HTTP receiver, as in http://collector:4318")
     return url
+
+
+def preflight_level(given: str, devices: Count, probes: Probes) -> str:
+    """The checks before the first generation: of themselves only where workers use GPUs."""
+    if given != "auto":
+        return given
+    return "quick" if devices.kind == "gpu" or (devices.kind != "cpu" and has_gpus(probes)) else "off"
 
 
 def health_command(parsed: Parsed) -> str:

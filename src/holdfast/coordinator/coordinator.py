@@ -27,7 +27,7 @@ from holdfast.coordinator.admission import Admission, Admit, Deny, Versions
 from holdfast.coordinator.authority import Authority, Handled, Inherited, NodeEnded, PreviousLeader, Spares
 from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, StepDown, Tell
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
-from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, Restart, ended_without
+from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, Restart, around, ended_without
 from holdfast.coordinator.extending import Extensions
 from holdfast.coordinator.formation import (
     BACK_OFF,
@@ -1451,7 +1451,8 @@ class Coordinator:
     def _observe_end(self, now: float, world: World) -> None:
         """Keep what the extensions know of this world for the verdict: its workers stop, or leave it for another."""
         if world.started_s is not None:  # else what they know is still about the one before
-            world.hang = self._extensions.observed(now).hang
+            observed = self._extensions.observed(now)
+            world.hang, world.devices = observed.hang, around(observed.devices, now)
 
     def _announcement(self, world: World, reason: StopReason) -> Formation | None:
         """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
@@ -1491,6 +1492,8 @@ class Coordinator:
         if self._membership.anybody_busy:
             return
         world = self._world()
+        # The driver may report a fault after the worker that has died of it.
+        world.devices = around(self._extensions.observed(now).devices, world.stop_began_s)
         match self._endings.stopped(now, world, self._incidents.newest):
             case Restart(backoff_s, notice, excluded):
                 if notice is not None:

@@ -5,7 +5,7 @@ allows it, or the end of the job with its outcome for each node.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct, structs
@@ -14,6 +14,7 @@ from holdfast.coordinator.incident import Incident
 from holdfast.coordinator.membership import HostBackoff
 from holdfast.coordinator.world import World
 from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, JoinTimeoutError, NodesError, UnfitNodesError
+from holdfast.protocol.extension import DeviceFault
 from holdfast.protocol.messages import Notice, StopReason, Waiting
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.protocol.policy import JobSpec, Limits
@@ -26,6 +27,9 @@ FINAL = (EXIT_REQUEUE, EXIT_NO_PROGRESS)
 FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 END_CHARACTERS_MAX = 200
 """Characters of the text in `previous_end`."""
+DEVICE_S_MAX = 120.0
+"""Time before the end of a generation in which the event of a device may be its cause (s)."""
+DEVICES_NAMED_MAX = 3
 
 
 class Retry(Struct, frozen=True):
@@ -208,11 +212,24 @@ def _evidence(world: World, incident: Incident, budget: Budget, gave_up: str) ->
         gave_up=gave_up,
         hang=world.hang,
         hung=world.hung,
+        devices=world.devices,
         done=world.done_ranks(),
         left=tuple(world.left),
         lost_ranks=tuple(incident.lost_ranks),
         survivors=world.survivors,
         hosts=tuple(name.rpartition("#")[0] for name in world.order),
+    )
+
+
+def around(devices: Sequence[DeviceFault], end_s: float) -> tuple[str, ...]:
+    """The newest of these events around the end of a generation, with their distance from it.
+
+    >>> around([DeviceFault("XID 79 on GPU 3 of node b", 9.6)], 10.0)
+    ('XID 79 on GPU 3 of node b 0.4 s before',)
+    """
+    near = [each for each in devices if end_s - each.at_s <= DEVICE_S_MAX][-DEVICES_NAMED_MAX:]
+    return tuple(
+        f"{each.text} {abs(end_s - each.at_s):.1f} s {'before' if each.at_s <= end_s else 'after'}" for each in near
     )
 
 

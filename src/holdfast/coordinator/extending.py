@@ -212,7 +212,8 @@ class Extensions:
         all_ = [self._call(name, lambda extension: extension.observed(now), Observed()) for name in self._made]
         hang = next((each.hang for each in all_ if each.hang is not None), None)
         places = tuple(place for each in all_ for place in each.places)
-        return Observed(hang, places, complete=all(each.complete for each in all_))
+        devices = tuple(device for each in all_ for device in each.devices)
+        return Observed(hang, places, complete=all(each.complete for each in all_), devices=devices)
 
     def shown_in(self, view: JobView, now: float) -> JobView:
         """The view with the extensions' figures in it."""

@@ -149,6 +149,8 @@ class World:
     """The reason why no rank made progress at its end, as far as extensions have found one."""
     hung: Failure | None = None
     """The worker for which it was ended."""
+    devices: tuple[str, ...] = ()
+    """Severe events of GPUs and network ports around its end, in words."""
     survivors: tuple[RankStory, ...] = ()
     """The places of the other ranks after a time-out, before they were stopped."""
 

@@ -8,7 +8,7 @@ own clocks. Knows the names of events; reads no files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -550,6 +550,19 @@ def _incident(event: Event) -> Occurrence | None:
             return here(what="store lost", text=event["why"])
         case "unkillable":
             return of_job(what="unkillable", text=f"SIGKILL does not end {', '.join(map(str, event['pids']))}")
+    return _device_incident(event, here)
+
+
+def _device_incident(event: Event, here: Callable[..., Occurrence]) -> Occurrence | None:
+    """The same for events of GPUs and network ports."""
+    match event["event"]:
+        case "coordinator.device" if event["severe"]:
+            return here(what="device", text=f"{event['text']} on {event['device']} of node {_host(event)}")
+        case "coordinator.node_differs" if event["slows"]:
+            return here(what="node differs", text=f"{_host(event)} {event['text']}")
+        case "gpu_memory" if event["left_bytes"]:
+            left = ", ".join(f"{bytes_ >> 20} MiB on {gpu}" for gpu, bytes_ in event["left_bytes"].items())
+            return here(what="GPU memory", text=f"{left} still in use {event['seconds']:.0f} s after the workers' end")
     return None
 
 

@@ -1,6 +1,10 @@
 """The doctor: findings and the facts from which they are made, as plain data, and how findings are shown.
 
     facts.py ──► local.py            one node: gather facts, judge them
+    machine_reader.py ──► gpu_rules.py, device_events.py
+                                     its GPUs and network ports: read them, judge them; machine_state.py is what is read
+    gpu_full.py                      judges what its GPUs have computed and copied (train/gpu_checkup.py)
+    majority.py                      the same of several nodes: who differs; slow_pairs.py: who is slow
     joint.py, joint_server.py ──► together.py
                                      several nodes: meet, measure, judge; probe.py measures the network between two
 
@@ -16,6 +20,8 @@ from typing import Any, NotRequired, TypedDict
 
 import msgspec
 from msgspec import Struct
+
+from holdfast.doctor.machine_state import FullMeasure, MachineState
 
 
 class Level(Enum):
@@ -88,7 +94,7 @@ class TorchFacts(Struct, frozen=True, kw_only=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    """One GPU as nvidia-smi shows it."""
+    """One GPU, in the figures of earlier versions: `machine` has all that is known."""
 
     index: int
     name: str
@@ -134,6 +140,10 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     torch: TorchFacts = TorchFacts(state=TorchState.ABSENT)
     driver: str = ""
     """Version of NVIDIA's driver, from /proc; empty without one."""
+    machine: MachineState = MachineState()
+    """GPUs and network ports."""
+    gpu_test: FullMeasure | None = None
+    """What the GPUs have computed; None: that was not asked for."""
     gpus: tuple[Gpu, ...] = ()
     gpu_error: str = ""
     shm: Folder = Folder(path="/dev/shm")
@@ -196,6 +206,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     """The interface with the address at which the others reach this node."""
     has_torch: bool = False
     """Whether the node has torch with gloo, so that it can take part in an all-reduce."""
+    traits: dict[str, str] = {}
+    """What most nodes should have alike: majority.py."""
 
 
 class Reached(Enum):
@@ -294,6 +306,7 @@ class NodeData(TypedDict):
     holdfast: NotRequired[str]
     interface: NotRequired[str]
     has_torch: NotRequired[bool]
+    traits: NotRequired[dict[str, str]]
 
 
 PairData = TypedDict(

@@ -1,7 +1,7 @@
 """Gathers all facts about this node concurrently: what Linux reports, torch, GPUs, the endpoint. Judges nothing.
 
-Calls and processes may hang on a faulty machine, so each has a time limit. torch and nvidia-smi run in separate
-processes, so that their crash or hang is a result, too.
+Calls and processes may hang on a faulty machine, so each has a time limit. torch runs in a separate process,
+so that its crash or hang is a result, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,10 +28,12 @@ from msgspec import structs
 
 from holdfast.detached import run_detached
 from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
+from holdfast.doctor.machine_reader import read_machine
+from holdfast.doctor.machine_state import FullMeasure, MachineState
 from holdfast.linux import GroupLimits, default_interface, own_address, read_int, read_text
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
-from holdfast.protocol.train_contract import CHECKUP
+from holdfast.protocol.train_contract import CHECKUP, GPU_CHECKUP
 from holdfast.rendezvous.bind import claim, who_holds
 from holdfast.supervisor.attached import attached
 from holdfast.version import __version__
@@ -99,11 +102,18 @@ def folder_facts(path: str) -> Folder:
     try:
         room = os.statvfs(there)
         with tempfile.NamedTemporaryFile(dir=there, prefix=".holdfast-doctor-") as file:
-            file.write(b"\0" * 4096)
+            # A file server may take what is written, and fail when it is to be kept or read.
+            file.write(b"\0" * PROBE_BYTES)
             file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            file.read(PROBE_BYTES)
     except OSError as error:
         return Folder(path=path, error=error.strerror or str(error))
     return Folder(path=path, total_bytes=room.f_blocks * room.f_frsize, free_bytes=room.f_bavail * room.f_frsize)
+
+
+PROBE_BYTES = 4096
 
 
 class _Timex(ctypes.Structure):
@@ -147,17 +157,26 @@ FOLDER_S_MAX = 5.0
 RESOLVE_S_MAX = 10.0
 PYTHON_S_MAX = 10.0
 
-SMI_S_MAX = 15.0
+GPUS_S_MAX = 15.0
+"""Limit for the GPUs' driver (s): without persistence it initialises all GPUs first."""
 ERROR_CHARS_MAX = 400
-SMI_FIELDS = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,uuid"
-USER_FIELDS = "gpu_uuid,pid,process_name,used_memory"
-CSV = ("--format=csv,noheader,nounits",)
 ANSWER_BYTES_MAX = 256 * 1024
 REAP_S_MAX = 2.0
 
-PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_")
+PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "HIP_", "ROCR_", "MASTER_", "PYTORCH_")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
 """Prefixes and whole names of variables that matter to a training job."""
+
+
+class GpuCheck(Enum):
+    """The extent of the checks of GPUs (--gpu)."""
+
+    OFF = "off"
+    QUICK = "quick"
+    """Their driver's report."""
+    FULL = "full"
+    """Their driver's report, and a test of what they compute; on a node without GPUs the processor is tested."""
+    FULL_IF_ANY = "full, if there are GPUs"
 
 
 class FactsRequest(NamedTuple):
@@ -174,6 +193,9 @@ class FactsRequest(NamedTuple):
     environ: Mapping[str, str]
     torch_s_max: float
     """Limit for the import of torch."""
+    gpu: GpuCheck = GpuCheck.QUICK
+    gpu_test_s_max: float = 120.0
+    """Limit for the GPUs' test."""
 
 
 async def gather_facts(asked: FactsRequest) -> LocalFacts:
@@ -188,7 +210,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
     async with asyncio.TaskGroup() as tasks:
         torch = tasks.create_task(ask_torch(asked.python, asked.torch_s_max))
         python = tasks.create_task(python_version(asked.python))
-        smi = tasks.create_task(ask_smi())
+        machine = tasks.create_task(machine_state(asked.gpu))
         shm, *folders = [tasks.create_task(folder(path)) for path in ("/dev/shm", *paths)]
         names = tasks.create_task(own_name())
         port = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
@@ -197,14 +219,16 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
 
     addresses, resolve_error, resolved_s = names.result()
     here, holder = port.result()
-    gpus, gpu_error = smi.result()
+    state = machine.result()
     return structs.replace(
         machine_facts(host, python.result()),
         nproc=asked.nproc,
         nodes=asked.nodes,
         torch=torch.result(),
-        gpus=gpus,
-        gpu_error=gpu_error,
+        machine=state,
+        gpu_test=await gpu_test(asked, torch.result()),
+        gpus=shown_gpus(state),
+        gpu_error=state.error,
         shm=shm.result(),
         folders=tuple(each.result() for each in folders),
         own_addresses=addresses,
@@ -341,53 +365,55 @@ def last_json(text: str) -> dict[str, Any] | None:
     return None
 
 
-async def ask_smi() -> tuple[tuple[Gpu, ...], str]:
-    """All GPUs with their processes, or the error of nvidia-smi. Without nvidia-smi: no GPUs and no error."""
+async def machine_state(check: GpuCheck = GpuCheck.QUICK) -> MachineState:
+    """GPUs and network ports. A driver that does not answer is an error of the state."""
+    if check is GpuCheck.OFF:
+        return MachineState()
+    late = MachineState(source="the driver", error=f"no answer within {GPUS_S_MAX:g} s")
+    return await bounded(read_machine, GPUS_S_MAX, late)
+
+
+async def gpu_test(asked: FactsRequest, torch: TorchFacts) -> FullMeasure | None:
+    """What the GPUs compute, or why that is not known; None: it was not asked for."""
+    kind = "cuda" if torch.gpus else "cpu"
+    if asked.gpu is not GpuCheck.FULL and (asked.gpu is not GpuCheck.FULL_IF_ANY or kind == "cpu"):
+        return None
+    if torch.state is not TorchState.OK:
+        return FullMeasure(error="torch cannot be imported")
     try:
-        done = await run_bounded(["nvidia-smi", f"--query-gpu={SMI_FIELDS}", *CSV], SMI_S_MAX)
-    except OSError:
-        return (), ""
+        done = await run_bounded([asked.python, GPU_CHECKUP, "measure", kind, str(GPU_TEST_S)], asked.gpu_test_s_max)
+    except OSError as error:
+        return FullMeasure(error=f"{asked.python}: {error.strerror}")
     if done.code is None:
-        return (), f"no answer within {SMI_S_MAX:g} s"
-    if done.code != 0:
-        text = (done.out.strip() or done.err.strip() or f"exit code {done.code}").splitlines()[0]
-        # A driver without GPUs is normal on login nodes, but nvidia-smi ends with an error there.
-        return (), "" if "No devices were found" in text else text[:ERROR_CHARS_MAX]
+        return FullMeasure(error=f"it did not end within {asked.gpu_test_s_max:g} s")
     try:
-        users = await run_bounded(["nvidia-smi", f"--query-compute-apps={USER_FIELDS}", *CSV], SMI_S_MAX)
-    except OSError:
-        return read_gpus(done.out, ""), ""
-    return read_gpus(done.out, users.out if users.code == 0 else ""), ""
+        return msgspec.convert(last_json(done.out) or {"error": f"its process ended with {done.code}"}, FullMeasure)
+    except msgspec.ValidationError as invalid:
+        return FullMeasure(error=f"an odd answer: {invalid}")
 
 
-def read_gpus(text: str, users: str) -> tuple[Gpu, ...]:
-    """The GPUs in nvidia-smi's tables. `[N/A]` and similar values are None."""
-    by_uuid: dict[str, list[str]] = {}
-    for line in users.splitlines():
-        uuid, pid, program, used = (word.strip() for word in [*line.split(","), "", "", ""][:4])
-        if uuid and pid:
-            by_uuid.setdefault(uuid, []).append(f"pid {pid} {program.rpartition('/')[2]}, {used} MiB")
-    gpus = []
-    for line in text.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) < 7 or not words[0].isdecimal():
-            continue
-        gpus.append(
-            Gpu(
-                index=int(words[0]),
-                name=words[1],
-                driver=words[2],
-                memory_total_mib=number(words[3]),
-                memory_used_mib=number(words[4]),
-                ecc_errors=number(words[5]),
-                users=tuple(by_uuid.get(words[6], ())),
-            )
+GPU_TEST_S = 1.0
+"""Time for which each GPU computes (s)."""
+
+
+def shown_gpus(state: MachineState) -> tuple[Gpu, ...]:
+    """The GPUs in the figures of earlier versions."""
+
+    def mib(bytes_: int | None) -> int | None:
+        return None if bytes_ is None else bytes_ >> 20
+
+    return tuple(
+        Gpu(
+            index=each.index,
+            name=each.name,
+            driver=state.driver,
+            memory_total_mib=mib(each.memory_bytes),
+            memory_used_mib=mib(each.memory_used_bytes),
+            ecc_errors=each.ecc_uncorrected,
+            users=tuple(f"pid {user.pid} {user.name}, {mib(user.used_bytes)} MiB" for user in each.users),
         )
-    return tuple(gpus)
-
-
-def number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+        for each in state.gpus
+    )
 
 
 class ProcessResult(NamedTuple):

@@ -29,6 +29,7 @@ from holdfast.doctor import (
     fatal,
     retry,
 )
+from holdfast.doctor.gpu_full import full_traits
 from holdfast.doctor.joint_server import (
     BACKEND,
     REPORT_S_MIN,
@@ -43,6 +44,8 @@ from holdfast.doctor.joint_server import (
     decode_from_server,
     why_no_reduce,
 )
+from holdfast.doctor.machine_state import used_gpus
+from holdfast.doctor.majority import profile
 from holdfast.doctor.probe import ProbeServer, Reducer, probe_all
 from holdfast.protocol.errors import (
     AuthenticationError,
@@ -301,7 +304,8 @@ class CheckClient:
 
     def _summary(self, facts: LocalFacts) -> Summary:
         torch, seen = facts.torch, self._connection.local_address
-        interface = next((each.name for each in facts.interfaces if seen in each.addresses), "")
+        ours = [each for each in facts.interfaces if seen in each.addresses and each.name != "lo"]
+        gpus = used_gpus(facts.machine, facts.variables)
         return Summary(
             host=facts.host,
             python=facts.python,
@@ -309,8 +313,10 @@ class CheckClient:
             cuda=torch.cuda,
             nccl=torch.nccl,
             holdfast=facts.holdfast,
-            interface=interface if interface != "lo" else "",
+            interface=next((each.name for each in ours), ""),
             has_torch=torch.state is TorchState.OK and torch.gloo,
+            traits=profile(facts.machine, gpus, next((each.speed_mbit_s for each in ours), 0))
+            | full_traits(facts.gpu_test),
         )
 
     async def _reduce(self, roster: Roster) -> tuple[Reduced | None, ...]:

@@ -16,11 +16,14 @@ from holdfast.doctor import (
     TorchFacts,
     TorchState,
     fatal,
+    gpu_rules,
     passed,
     retry,
     size,
     warn,
 )
+from holdfast.doctor.gpu_full import judge_full
+from holdfast.doctor.machine_state import used_gpus
 from holdfast.linux import VIRTUAL
 from holdfast.protocol.time_outs import TimeOut, inversions
 from holdfast.text import is_loopback, listed
@@ -180,8 +183,6 @@ BUSY_SHARE = 0.6
 """A process that computes for this share of its time does not wait for a disk."""
 BUSY_LOAD = 1.5
 """Load per CPU from which processes wait for a CPU."""
-GPU_BUSY_MIB = 1024
-"""Memory above which a GPU counts as used: drivers and desktops use less."""
 
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel",
@@ -274,30 +275,20 @@ def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    what = "GPU health"
-    if facts.gpu_error:
-        yield fatal("HF504", what, f"nvidia-smi: {facts.gpu_error}", "see dmesg; reset the GPU or reboot")
-    broken = [f"GPU {gpu.index} has {gpu.ecc_errors}" for gpu in facts.gpus if gpu.ecc_errors]
-    if broken:
-        why = f"uncorrected memory errors since the driver was loaded: {listed(broken)}"
-        yield fatal("HF504", what, why, "reset the GPU (nvidia-smi -r), and replace it if they come back")
-    elif facts.gpus:
-        yield passed("HF504", what, f"{len(facts.gpus)} × {facts.gpus[0].name}, no uncorrected memory errors")
+    yield from gpu_rules.gpu_health(facts.machine, used_gpus(facts.machine, facts.variables))
 
 
 def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    what = "GPU use"
-    busy = [gpu for gpu in facts.gpus if gpu.users or (gpu.memory_used_mib or 0) > GPU_BUSY_MIB]
-    if busy:
-        shown = [
-            f"GPU {gpu.index}: {gpu.memory_used_mib or 0} of {gpu.memory_total_mib or 0} MiB in use"
-            + (f" by {listed(gpu.users, 3)}" if gpu.users else "")
-            for gpu in busy
-        ]
-        fix = "wait for those jobs, end processes that were left behind, or use other GPUs"
-        yield warn("HF505", what, "; ".join(shown), fix)
-    elif facts.gpus:
-        yield passed("HF505", what, "all free")
+    yield from gpu_rules.gpu_use(used_gpus(facts.machine, facts.variables))
+
+
+def gpu_full_test(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    if facts.gpu_test is not None:
+        yield from judge_full(facts.gpu_test)
+
+
+def network_ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    yield from gpu_rules.port_health(facts.machine.ports)
 
 
 def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -505,7 +496,7 @@ def is_local(interface: Interface) -> bool:
 Check = Callable[[LocalFacts], Iterator[DoctorFinding]]
 
 CHECKS: tuple[Check, ...] = (
-    *(python, torch, cuda, gpu_health, gpu_use),
+    *(python, torch, cuda, gpu_health, gpu_use, gpu_full_test, network_ports),
     *(shared_memory, open_files, processes, locked_memory, core_dumps, memory, cpus, overcommit, tracing, folders),
     *(threads, clock, own_name, interfaces, endpoint_link, chosen_interfaces, ports, endpoint_port, variables),
 )

@@ -23,6 +23,8 @@ from holdfast.doctor import (
     span,
     warn,
 )
+from holdfast.doctor.majority import NODES_MIN, Weight, differences
+from holdfast.doctor.slow_pairs import judge
 from holdfast.text import is_loopback, listed
 
 PAIRS_NAMED_MAX = 16
@@ -48,7 +50,19 @@ class Way(NamedTuple):
 
 def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
     """All findings of a check, except those of node `me` about itself, which are shown anyway."""
-    checks = (who_came, silent_nodes, witnesses, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
+    checks = (
+        who_came,
+        silent_nodes,
+        witnesses,
+        pairs,
+        names,
+        latency,
+        bandwidth,
+        clocks,
+        versions,
+        machines,
+        all_reduce,
+    )
     found = [finding for each in checks for finding in each(check)]
     return (*found, *local_ones(check, me))
 
@@ -209,11 +223,21 @@ def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
     if slow:
         shown = listed([f"{arrow(check, way)} {rate(bytes_s)}" for way, bytes_s in slow], 4)
         fix = "look for a link at a lower speed (ethtool), a wrong MTU, or others' traffic"
-        yield warn("HF564", what, f"{shown} (median of all: {rate(usual)})", fix)
+        yield warn("HF564", what, f"{shown} (median of all: {rate(usual)}){blamed(check, measured)}", fix)
     else:
         worst = min(measured, key=lambda pair: pair[1])
         why = f"{rate(usual)} by one connection, at least {rate(worst[1])} ({arrow(check, worst[0])})"
         yield passed("HF564", what, why)
+
+
+def blamed(check: JointCheck, measured: list[tuple[Way, float]]) -> str:
+    """The node that is slow with all others, in words; empty: none is."""
+    rates: dict[tuple[int, int], float] = {}
+    for way, bytes_s in measured:
+        pair = min(way.start, way.link.to), max(way.start, way.link.to)
+        rates[pair] = min(bytes_s, rates.get(pair, bytes_s))
+    nodes = [check.came[each.nodes[0]] for each in judge(rates, BANDWIDTH_ODD_FACTOR) if not each.is_link]
+    return f"; {listed(nodes)} {'is' if len(nodes) == 1 else 'are'} slow with all others" if nodes else ""
 
 
 def clocks(check: JointCheck) -> Iterator[DoctorFinding]:
@@ -266,6 +290,19 @@ def versions(check: JointCheck) -> Iterator[DoctorFinding]:
         yield passed("HF566", "versions", f"the same on all nodes: {', '.join(equal)}")
 
 
+def machines(check: JointCheck) -> Iterator[DoctorFinding]:
+    """Compare the GPUs and ports of the nodes."""
+    what = "machines"
+    traits = {host: summary.traits for host, summary in summaries(check)}
+    found = differences(traits)
+    for each in found:
+        fix = "repair it, or leave it out" if each.weight is Weight.SLOWS else "give all nodes the same"
+        yield replace(warn("HF568", what, each.text, fix), node=each.node)
+    compared = [name for name in ("gpus", "ports", "nic_mbit_s") if any(name in own for own in traits.values())]
+    if compared and not found and len(traits) >= NODES_MIN:
+        yield passed("HF568", what, "no node has less than most others: GPUs, links, ports, power limits")
+
+
 def release(version: str) -> tuple[str, ...]:
     """The first two numbers of a version: `2.13.0+cu126` and `2.13.1` are of one release."""
     return tuple(version.partition("+")[0].split(".")[:2])
@@ -288,6 +325,12 @@ def all_reduce(check: JointCheck) -> Iterator[DoctorFinding]:
         f"set GLOO_SOCKET_IFNAME to the interface that works: {listed(chosen)}" if chosen else "set GLOO_SOCKET_IFNAME"
     )
     yield fatal("HF570", what, f"gloo failed although the pairs work. {listed(bad, 4)}", fix)
+
+
+TOGETHER: tuple[Callable[[JointCheck], Iterator[DoctorFinding]], ...] = (
+    *(who_came, silent_nodes, witnesses, pairs, names, latency, bandwidth, clocks, versions, machines, all_reduce),
+)
+"""All checks in the order of output."""
 
 
 def explain(reduced: Reduced | None) -> str:

@@ -292,6 +292,15 @@ class Figures(Struct, frozen=True):
     """No rank makes progress: nobody knows how much time is left."""
 
 
+class DeviceFault(Struct, frozen=True):
+    """A severe event of a GPU or a network port."""
+
+    text: str
+    """`XID 79 (the GPU has fallen off the bus) on GPU 3 of node b`."""
+    at_s: float
+    """The time at which it happened (s of the coordinator's clock)."""
+
+
 class Observed(Struct, frozen=True):
     """What an extension knows about the running generation that its verdict needs, if it ends now."""
 
@@ -301,6 +310,8 @@ class Observed(Struct, frozen=True):
     """The places of the ranks, after StopDelayed."""
     complete: bool = True
     """False: more places will be known soon."""
+    devices: tuple[DeviceFault, ...] = ()
+    """The newest severe events of devices, in order."""
 
 
 class CoordinatorExtension:

@@ -149,6 +149,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The hang that was open when it ended."""
     hung: Failure | None = None
     """The worker that caused the hang, with its last known state; None: unknown."""
+    devices: tuple[str, ...] = ()
+    """Severe events of GPUs and network ports around its end: `XID 79 (…) on GPU 3 of node b 0.4 s before`."""
     done: tuple[int, ...] = ()
     """Ranks that had ended with 0."""
     left: tuple[Failure, ...] = ()

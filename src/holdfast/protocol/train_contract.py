@@ -67,6 +67,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 STORE_SERVER = str(_PACKAGE / "train" / "store_server.py")
 """The program that serves the TCPStores of one node. Its argument is the descriptor of its socket to the agent."""
 CHECKUP = str(_PACKAGE / "train" / "checkup.py")
+GPU_CHECKUP = str(_PACKAGE / "train" / "gpu_checkup.py")
 """The program that answers the doctor's questions to torch."""
 
 SAVER_VARIABLE = "HOLDFAST_SAVER"

@@ -9,6 +9,9 @@ is full, read-only, over quota, without inodes or stalled. What is on the disk i
 While the disk takes nothing, the newest BACKLOG_BYTES_MAX of each stream stay in memory; they are written as soon as
 the disk takes them, and a line in the file says how many bytes before them are missing.
 
+A console that is behind its worker reads what was freed from the file. A disk that breaks cannot be read any more, so
+the newest KEPT_BYTES_MAX stay in memory although they are on the disk.
+
 The memory file's read offset says how much was moved. The supervisor has the same open file: when the agent is killed,
 the supervisor moves the rest.
 
@@ -36,6 +39,8 @@ the limit is dropped."""
 CHUNK_BYTES_MAX = 1 << 20
 FREE_BYTES_MIN = 256 << 10
 """Least size of a piece of memory that is freed (bytes)."""
+KEPT_BYTES_MAX = 512 << 10
+"""Memory of one stream for bytes that are on the disk, and that its console may not have shown (bytes)."""
 RETRY_S = 1.0
 """Time after which a disk that takes nothing is tried again (s)."""
 STALLED_S = 2.0
@@ -125,7 +130,8 @@ class Spool:
         return size - self.moved_bytes if size >= self.moved_bytes else size  # else it was truncated
 
     def read(self, begin: int, bytes_max: int) -> tuple[bytes, int]:
-        """Bytes from this offset on, and the offset after them. Dropped bytes are passed over. OSError."""
+        """Bytes from this offset on, and the offset after them. Bytes that were dropped, or that the disk does not give
+        back, are passed over. OSError: nothing can be read."""
         with self._lock:
             if begin >= self._freed_bytes:
                 if self._gap is not None and begin < self._gap[1]:
@@ -138,8 +144,11 @@ class Spool:
                 return b"", self._freed_bytes
             bytes_max = min(bytes_max, self._freed_bytes - begin)
         # Outside the lock: the disk may stall.
-        with self.path.open("rb", buffering=0) as file:
-            data = os.pread(file.fileno(), bytes_max, begin)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), bytes_max, begin)
+        except OSError:  # the disk broke after it had taken them: what is in memory can be read all the same
+            data = b""
         return data, begin + len(data) if data else self._freed_bytes
 
     def last(self, bytes_max: int) -> tuple[bytes, int]:
@@ -232,7 +241,8 @@ class Spool:
         """Free the memory of what is on the disk."""
         page_bytes = os.sysconf("SC_PAGESIZE")
         with self._lock:
-            end = self.moved_bytes - self.moved_bytes % page_bytes
+            end = self.moved_bytes - KEPT_BYTES_MAX
+            end -= end % page_bytes
             if end - self._freed_bytes >= FREE_BYTES_MIN:
                 _punch(self.memory_fd, self._freed_bytes, end)
                 self._freed_bytes = end

@@ -230,15 +230,19 @@ class StreamTail:
             size = self._followed.size_bytes
             if size < self._offset:  # the worker truncated it
                 self._offset = 0
-            before = -1
-            # Again, if only bytes were passed over that had been dropped.
+            before, missing_bytes = -1, 0
+            # Again, if only bytes were passed over.
             while not chunk and before < self._offset < size:
                 before = self._offset
                 chunk, self._offset = self._followed.read(before, min(size - before, CHUNK_BYTES_MAX))
+                missing_bytes += self._offset - before - len(chunk)
             self._has_more = bool(chunk) and self._offset < size
-        except OSError:  # the disk fails: unreadable output cannot be shown
+        except OSError:  # no descriptor is left, or no memory
             return b""
         self.read_bytes += len(chunk)
+        if missing_bytes:
+            newline = b"\n" if self._cutter.partial else b""
+            chunk = b"%sholdfast: %d bytes of output are missing here\n%s" % (newline, missing_bytes, chunk)
         return chunk
 
     def _without_repeat(self, lines: bytes) -> bytes:

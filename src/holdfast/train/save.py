@@ -33,6 +33,8 @@ from holdfast.text import listed
 from holdfast.train import replicas, sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copies import Copies
+from holdfast.train.copying import copy_alike
+from holdfast.train.overlapping import CHANGED, Arrival, Overlapping, StateCopy
 from holdfast.train.reading import Saved
 from holdfast.train.reservation import MemoryReservation, foreseen_bytes
 from holdfast.train.sharding import TEXT, EntryViews, Layout
@@ -159,6 +161,17 @@ class SaveRules:
     """Whether each rank reads its file back after a save, because retention needs that."""
 
 
+@dataclass
+class _Landing:
+    """A state whose copy from a device overlaps with the next step, and what follows when it is in its slot."""
+
+    copy: StateCopy
+    step: int
+    commit: SaveRequest
+    persist: SaveRequest | None = None
+    """The request to write it to the disk; None: it stays in memory."""
+
+
 class Saving:
     """The saves of one rank."""
 
@@ -171,8 +184,10 @@ class Saving:
         taken: TakenFolder,
         rules: SaveRules,
         copies: Copies | None = None,
+        overlapping: Overlapping | None = None,
     ) -> None:
-        """`clock`: rank 0's. `taken`: the folder, with the lease on rank 0. `copies`: None: other nodes get none."""
+        """`clock`: rank 0's. `taken`: the folder, with the lease on rank 0. `copies`: None: other nodes get none.
+        `overlapping`: None: training waits for copies from GPUs."""
         self.tier = tier
         self._tracker, self._peers = tracker, peers
         self._clock, self._taken, self._rules, self._copies = clock, taken, rules, copies
@@ -206,6 +221,14 @@ class Saving:
         """Functions that copy adopted pages: those that are still to be called."""
         self._copying: threading.Thread | None = None
         self._copy_error: SnapshotMemoryError | None = None
+        self._overlapping = overlapping
+        self._landing: _Landing | None = None
+        """The state that is still being copied from a device; None: there is none."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a state is on its way to the disk."""
+        return self.tier.busy or (self._landing is not None and self._landing.persist is not None)
 
     @property
     def planned(self) -> bool:
@@ -218,12 +241,16 @@ class Saving:
 
     def stop(self) -> None:
         """Stop what runs in the background: another object saves from now on, into the same memory."""
+        self._discard()
+        if self._overlapping is not None:
+            self._overlapping.stop()
         self._stop_reserving()
         with contextlib.suppress(SnapshotMemoryError):
             self.await_copied()
 
     def regroup(self, peers: Peers, generation: int, taken: TakenFolder) -> None:
         """Save with the ranks of this generation from now on. All ranks call this; the next save makes a new plan."""
+        self._discard()
         self._stop_reserving()
         self.await_copied()
         self._peers, self._taken = peers, taken
@@ -261,7 +288,7 @@ class Saving:
         answer = None
         if self._peers.rank == 0:
             now_s = time.monotonic()
-            answer = [self._clock.due(now_s) and not self.tier.busy, self._clock.next_ask(step, now_s)]
+            answer = [self._clock.due(now_s) and not self.busy, self._clock.next_ask(step, now_s)]
         durable, ask_at = self._peers.broadcast(answer)
         return bool(durable), int(ask_at)
 
@@ -272,6 +299,84 @@ class Saving:
         if size_bytes:
             self._reservation = MemoryReservation(self.tier.reserving(size_bytes), self.tier.states)
 
+    # --- states that are copied while training goes on: see overlapping.py --------------------------------------------
+
+    def advance(self) -> None:
+        """Commit the state that is being copied from a device, if it is there. It never waits; call it when a step is
+        complete."""
+        if self._landing is not None and (arrival := self._landing.copy.advance()) is not Arrival.UNDER_WAY:
+            self._land(self._landing, arrival)
+
+    def settle(self) -> None:
+        """Wait until no state is being copied from a device. The next save reports an error."""
+        if self._landing is not None:
+            self._land(self._landing, self._landing.copy.finish())
+
+    def end_copies(self) -> None:
+        """Wait until no state is being copied, and take no more memory for copies."""
+        self.settle()
+        if self._overlapping is not None:
+            self._overlapping.stop()
+
+    def _discard(self) -> None:
+        """Drop the state that is being copied: another rank was lost, and an operation on the device may have ended
+        half done."""
+        if self._landing is not None:
+            self._landing.copy.finish()
+            self._landing = None
+
+    def give_up(self) -> None:
+        """Commit the state that is being copied, if it is there, and stop otherwise: this process ends after an error,
+        and waits for no device."""
+        self.advance()
+        if self._landing is not None:
+            self._landing.copy.give_up()
+            self._landing = None
+        if self._overlapping is not None:
+            self._overlapping.stop()
+
+    def _land(self, landing: _Landing, arrival: Arrival) -> SnapshotError | None:
+        """Commit the state, and hand it over if it goes to the disk. Returns the error; None: there was none."""
+        self._landing = None
+        failure: SnapshotError | None = None
+        match arrival:
+            case Arrival.TORN:
+                failure = SnapshotWriteError(f"step {landing.step} was not saved: {CHANGED}")
+                self._stop_overlapping(landing.step)
+            case Arrival.FAILED:
+                failure = landing.copy.error(landing.step)
+            case _:
+                failure = self._committed(landing.commit)
+        if failure is None and landing.persist is not None:
+            self._persist(landing.persist)
+        elif failure is not None:
+            if arrival is not Arrival.TORN or landing.persist is not None:  # otherwise the warning is enough
+                self.errors.append(failure)
+            if landing.persist is not None:
+                changes.refuse(landing.persist, str(failure))  # otherwise rank 0 would wait for this rank's part
+        return failure
+
+    def _committed(self, request: SaveRequest) -> SnapshotError | None:
+        """Commit. Returns the error."""
+        try:
+            self.tier.commit(request)
+        except SnapshotError as error:
+            return error
+        except ValueError as error:
+            return SnapshotWriteError(str(error))
+        self._staged += 1
+        return None
+
+    def _stop_overlapping(self, step: int) -> None:
+        assert self._overlapping is not None
+        self._overlapping.off = CHANGED
+        warnings.warn(
+            f"holdfast: the copy of step {step} was dropped: {CHANGED}.\nThe older state stays. From now on training "
+            "waits for each copy from the GPU, as with SnapshotOptions(overlap=False).",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
     def gather_errors(self) -> None:
         """Gather the errors of the background. The next save reports them to all ranks: one rank alone must not
         raise."""
@@ -281,13 +386,20 @@ class Saving:
                 self.errors.append(error)
 
     def save(
-        self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False, pending: bool = False
+        self,
+        *,
+        durable: bool,
+        metrics: Mapping[str, Any],
+        demanded: bool = False,
+        pending: bool = False,
+        overlaps: bool = False,
     ) -> SaveResult:
         """Save the state; all ranks call this together.
 
         `durable`: to the disk; False: rank 0 decides whether a save to the disk is due. A problem is a warning, unless
         the program `demanded` the save, or there were too many problems in a row: then all ranks raise a SnapshotError.
-        `pending`: this rank has gradients of an optimizer step that is not complete.
+        `pending`: this rank has gradients of an optimizer step that is not complete. `overlaps`: whether it may return
+        before the state is copied from a GPU.
         """
         self._saves += 1
         self._last_failure = None
@@ -296,7 +408,9 @@ class Saving:
         failure, staged = "", False
         for _ in range(ROUNDS_MAX):
             with self._peers.calling("snaps.save()" if demanded else "snaps.step()"):
-                answer = self._round(numbers, durable=durable, demanded=demanded, staged=staged, pending=pending)
+                answer = self._round(
+                    numbers, durable=durable, demanded=demanded, staged=staged, pending=pending, overlaps=overlaps
+                )
             decision = SaveDecision(answer["do"])
             failure = self._take_failure(answer.get("failure")) or failure
             match decision:
@@ -308,6 +422,7 @@ class Saving:
                     self._raise_not_finite(answer["not_finite"])
                 case SaveDecision.POSTPONE:
                     if not pending:
+                        self.settle()
                         # This rank's copy is dropped: otherwise the next try would overwrite the slot with the last
                         # state that all ranks have.
                         self.tier.drop(self._tracker.state.step - 1)
@@ -327,7 +442,11 @@ class Saving:
                 self._warn_of_not_finite(answer["not_finite"])
             request = self._request(answer["attempt"], answer["metrics"], finite=not answer["not_finite"])
             stall_s = round(time.monotonic() - began_s, 6)
-            self._persist(replace(request, note={**request.note, STALL: stall_s}))
+            request = replace(request, note={**request.note, STALL: stall_s})
+            if self._landing is None:
+                self._persist(request)
+            else:
+                self._landing.persist = request
         if answer.get("whole"):
             self._whole = self._request(self._taken.rescue, {}).identity
         if self._copies is not None:
@@ -358,6 +477,7 @@ class Saving:
     def wait(self) -> None:
         """Wait until everything is committed, on every rank. If that failed on one, all ranks raise the cause, and not
         the errors that followed from it on other ranks."""
+        self.settle()
         failure: HoldfastError | None = self.errors.pop(0) if self.errors else None
         try:
             self.tier.wait()
@@ -391,7 +511,14 @@ class Saving:
     # --- one round: every rank copies and reports how that went; rank 0 decides what is next --------------------------
 
     def _round(
-        self, metrics: Mapping[str, float], *, durable: bool, demanded: bool, staged: bool, pending: bool
+        self,
+        metrics: Mapping[str, float],
+        *,
+        durable: bool,
+        demanded: bool,
+        staged: bool,
+        pending: bool,
+        overlaps: bool,
     ) -> dict[str, Any]:
         """Copy, report to rank 0, and return its answer: its decision ("do"), and what belongs to that. `staged`: the
         copy was made in the round before, and rank 0 has decided that it goes to the disk."""
@@ -403,7 +530,9 @@ class Saving:
                 copy = Staged.PENDING
             else:
                 collected = self._collect()
-                copy = Staged.STAGED if staged else self._stage(collected, metrics, wait=durable)
+                copy = Staged.STAGED
+                if not staged:
+                    copy = self._stage(collected, metrics, wait=durable, overlaps=overlaps)
                 if copy is Staged.STAGED and (durable or staged):
                     findings = self._examine(collected)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
@@ -435,7 +564,7 @@ class Saving:
                 return {"do": SaveDecision.FAIL.value, "text": text}
 
         answer: dict[str, Any] = {"do": SaveDecision.KEEP.value}
-        failure = self._failed.reported([each.errors for each in reports], busy=self.tier.busy)
+        failure = self._failed.reported([each.errors for each in reports], busy=self.busy)
         if failure is not None:
             answer["failure"] = asdict(failure)
             if failure.fatal:
@@ -448,7 +577,7 @@ class Saving:
             return {**answer, "do": SaveDecision.PLAN.value}
 
         all_staged = answer["whole"] = all(each.staged is Staged.STAGED for each in reports)
-        persist = durable or (self._clock.due(now_s) and not self.tier.busy and all_staged)
+        persist = durable or (self._clock.due(now_s) and not self.busy and all_staged)
         findings = [TensorFindings(*each.findings) for each in reports if each.findings is not None]
         if persist and len(findings) < len(reports):
             # The save is due by the clock, which only this rank has: the others did not know that it goes to the disk.
@@ -505,6 +634,7 @@ class Saving:
         It takes the place of the oldest state in this rank's memory. That must not be the newest one that is whole,
         since this one may lack a part: if the loss came during a save, one more state is kept from then on. A spare
         that trains since the last regroup, and a replacement, may have no part of the whole one."""
+        self._discard()
         if not isinstance(self.tier, SaverClient):
             return False
         slots, step, whole = self.tier.slots, self._tracker.state.step, self._whole
@@ -552,6 +682,7 @@ class Saving:
     def drop_uncompared(self) -> None:
         """Drop the states since the last comparison, which may be wrong: the saver would write them when this process
         ends."""
+        self.settle()
         self.tier.drop(self._compared_step)
 
     def _raise_difference(self, ranks: list[int]) -> NoReturn:
@@ -571,6 +702,7 @@ class Saving:
 
     def _raise_not_finite(self, name: str) -> NoReturn:
         """Raise NotFiniteError. All ranks call it."""
+        self.settle()
         step = self._tracker.state.step
         self.tier.drop(step - 1)
         raise NotFiniteError(
@@ -592,8 +724,10 @@ class Saving:
     def _collect(self) -> Collected:
         return self._tracker.collect(self._peers.rank, self._peers.world)
 
-    def _stage(self, collected: Collected, metrics: Mapping[str, float], *, wait: bool) -> Staged:
-        """Copy the state into the tier's memory. `wait`: for a slot. Raises SnapshotError."""
+    def _stage(self, collected: Collected, metrics: Mapping[str, float], *, wait: bool, overlaps: bool) -> Staged:
+        """Copy the state into the tier's memory. `wait`: for a slot. `overlaps`: it may return before the state is
+        copied from a GPU. Raises SnapshotError."""
+        self.settle()
         layout = self._layout
         if layout is None or collected.signature() != self._signature:
             return Staged.UNPLANNED
@@ -611,11 +745,23 @@ class Saving:
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
             return Staged.NO_ROOM
-        if not fill(memory, layout, self._views_in(memory, layout), collected):
+        request = self._request(self._taken.rescue, metrics)
+        began = fill(memory, layout, self._views_in(memory, layout), collected, self._overlapping)
+        if began is None:
             return Staged.UNPLANNED
-        self.tier.commit(self._request(self._taken.rescue, metrics))
-        self._staged += 1
-        return Staged.STAGED
+        if began.copy is None:
+            self.tier.commit(request)
+            self._staged += 1
+            return Staged.STAGED
+        self._landing = _Landing(began.copy, self._tracker.state.step, request)
+        if overlaps and self._copies is None:  # copies on other nodes are sent behind the commit
+            return Staged.STAGED
+        if (failure := self._land(self._landing, self._landing.copy.finish())) is None:
+            return Staged.STAGED
+        if failure not in self.errors:  # the copy had parts of two steps: another thread trains? Once more, with a wait
+            return self._stage(collected, metrics, wait=wait, overlaps=False)
+        self.errors.remove(failure)
+        raise failure
 
     def _views_in(self, memory: memoryview, layout: Layout) -> EntryViews:
         """The views of this memory, which are made once for each slot."""
@@ -655,6 +801,7 @@ class Saving:
         fails, all raise: to plan, the ranks wait for each other."""
         failure: Exception | None = None
         try:
+            self.settle()
             self._stop_reserving()
             self.await_copied()  # no rank stages before all have planned, hence before all have copied adopted pages
             collected = self._collect()
@@ -672,6 +819,11 @@ class Saving:
             self.tier.drop_fetched()  # all ranks have copied adopted pages, so no rank needs it any more
         loose = set(collected.shared) if self._rules.replicas_differ else collected.buffers
         self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected, loose)
+        if self._overlapping is not None:
+            tensors = [
+                collected.shared[key] if key in collected.shared else collected.own[key] for _, key in self._layout.keys
+            ]
+            self._overlapping.take_ahead([sharding.local_tensor(each) for each in tensors])
         self._signature = collected.signature()
         self._staged = 0
         self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes), self.tier.states)
@@ -711,16 +863,16 @@ class Pruner:
         """Whether a new snapshot makes a deletion due."""
         self._thread: threading.Thread | None = None
 
-    def begin_after(self, tier: Tier) -> None:
-        """Delete old snapshots once the tier has written the new one."""
+    def begin_after(self, saving: Saving) -> None:
+        """Delete old snapshots once the new one is written."""
         self._due = True
-        self._verified.read = tier.read_back
-        self.check(tier)
+        self._verified.read = saving.tier.read_back
+        self.check(saving)
 
-    def check(self, tier: Tier) -> None:
+    def check(self, saving: Saving) -> None:
         """Start if the new snapshot is on the disk. It never waits."""
         running = self._thread is not None and self._thread.is_alive()
-        if self._due and not running and not tier.busy:
+        if self._due and not running and not saving.busy:
             self._due = False
             # A daemon: after an error the process does not wait for it, and a deletion may be interrupted anywhere.
             self._thread = threading.Thread(target=self._prune, name="holdfast-retention", daemon=True)
@@ -789,16 +941,37 @@ def _views_of(layout: Layout, memory: memoryview) -> EntryViews:
     return EntryViews([views[name] for name, _ in layout.keys])
 
 
-def fill(memory: memoryview, layout: Layout, places: EntryViews, collected: Collected) -> bool:
-    """Copy the state into this memory. Returns False, and copies nothing, if it does not fit the layout."""
-    sources = [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
-    if not places.fill(sources):
-        return False
+class Filled(NamedTuple):
+    """The result of a copy into a slot."""
+
+    copy: StateCopy | None
+    """The part that is still on its way from a device; None: all of it is there."""
+
+
+def fill(
+    memory: memoryview,
+    layout: Layout,
+    places: EntryViews,
+    collected: Collected,
+    overlapping: Overlapping | None = None,
+) -> Filled | None:
+    """Copy the state into this memory; with `overlapping` the copies from devices are only begun. Returns None, and
+    copies nothing, if it does not fit the layout."""
+    tensors = [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
+    sources = places.sources(tensors)
+    if sources is None:
+        return None
+    copy = None
+    rest: Sequence[int] = range(len(sources))
+    if overlapping is not None:
+        optimized = [key in collected.optimized for _, key in layout.keys]
+        copy, rest = overlapping.begin(places.views, sources, optimized)
+    copy_alike([places.views[number] for number in rest], [sources[number] for number in rest])
     for begin, each in layout.images:
         memory[begin:][: len(each.header)] = each.header
     room = layout.file.spans[TEXT]
     memory[room] = collected.text.ljust(room.stop - room.start)
-    return True
+    return Filled(copy)
 
 
 def _raised(check: Callable[[], None]) -> SnapshotError | None:

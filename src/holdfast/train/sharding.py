@@ -408,19 +408,26 @@ class EntryViews:
     """A layout's entries in a slot, as tensors that share its memory."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
-        self._views = views
+        self.views = views
         self._kinds = [(view.dtype, view.shape) for view in views]
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Copy each tensor into its entry; the copies are complete when this returns. Returns False, without copying,
-        if they do not fit."""
+    def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The parts of these tensors that this process has, each with the type and shape of its entry; None: they do
+        not fit."""
         sources = []
         for (dtype, shape), tensor in zip(self._kinds, tensors, strict=True):
             local = torch_private.local_part(tensor) if isinstance(tensor, DTensor) else tensor
             if local.dtype != dtype and local.dtype not in CODES:
                 local = local.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
             if local.dtype != dtype or local.shape != shape:
-                return False
+                return None
             sources.append(local)
-        copy_alike(self._views, sources)
-        return True
+        return sources
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Copy each tensor into its entry; the copies are complete when this returns. Returns False, without copying,
+        if they do not fit."""
+        sources = self.sources(tensors)
+        if sources is not None:
+            copy_alike(self.views, sources)
+        return sources is not None

@@ -43,7 +43,9 @@ from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
 from holdfast.train.continued_pass import ContinuedPasses
 from holdfast.train.copies import Copies
+from holdfast.train.device_streams import DeviceStreams
 from holdfast.train.guards import same_loss, watch
+from holdfast.train.overlapping import Overlapping
 from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
@@ -94,6 +96,9 @@ class SnapshotOptions:
     nonfinite: Literal["report", "stop"] = "report"
     """What follows if a parameter or optimizer value in a save to the disk is nan or infinite. "report": rank 0 warns,
     and the snapshot is marked. "stop": all ranks raise NotFiniteError, and nothing is saved."""
+    overlap: bool = True
+    """Whether the copy of a state on GPUs overlaps with the next step. It takes memory of the host as large as this
+    rank's part. `save()`, jobs with `copies=1` and functions in `ht.survive` wait for the copy. False: all saves do."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
@@ -143,6 +148,9 @@ class Snapshots:
 
     Use it as a context manager; otherwise it is closed when the process ends. Raises IntervalError, RetentionError,
     SnapshotURLError."""
+
+    _streams_of_device: Callable[[], DeviceStreams] = DeviceStreams
+    """Makes what copies from GPUs; tests put a double in its place."""
 
     def __init__(
         self,
@@ -526,7 +534,13 @@ class Snapshots:
             stops_not_finite=self._options.nonfinite == "stop",
             read_back=self._keep is not None,
         )
-        self._saving = saving = Saving(self._tracker, peers, tier, self._clock, self._taken, rules, self._copies)
+        streams = self._streams_of_device()
+        parameters = (each for model in self._tracker.models for each in model.parameters())
+        away = self._options.overlap and any(map(streams.on_device, parameters))
+        overlapping = Overlapping(streams) if away else None
+        self._saving = saving = Saving(
+            self._tracker, peers, tier, self._clock, self._taken, rules, self._copies, overlapping
+        )
         return saving
 
     def _watch_optimizers(self) -> None:
@@ -685,7 +699,11 @@ class Snapshots:
         self._used = True
         if durable and self._life is not None and not pending:
             self._life.losses.read_all()
-        done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded, pending=pending)
+        # In `ht.survive` a loss may end NCCL's operations half done: then nothing shall be under way.
+        overlaps = not demanded and self._survivor is None
+        done = saving.save(
+            durable=durable, metrics=self._metrics, demanded=demanded, pending=pending, overlaps=overlaps
+        )
         if done.postponed:
             return False
         self._save_wanted = False
@@ -696,7 +714,7 @@ class Snapshots:
         if done.durable:
             self._durable_epoch = self.state.epoch
         if done.durable and self._pruner is not None:
-            self._pruner.begin_after(saving.tier)
+            self._pruner.begin_after(saving)
         return True
 
     def _drain(self, saving: Saving, *, pending: bool) -> None:
@@ -711,9 +729,10 @@ class Snapshots:
 
     def _check_background(self, saving: Saving) -> None:
         """Gather errors of the background, and delete old snapshots if that is due."""
+        saving.advance()
         saving.gather_errors()
         if self._pruner is not None:
-            self._pruner.check(saving.tier)
+            self._pruner.check(saving)
 
     @property
     def _is_in_child(self) -> bool:
@@ -743,6 +762,8 @@ class Snapshots:
             if self._current_tier is not None:
                 ahead = self._schedule.saved_step > self._schedule.durable_step or bool(self._unsaved)
                 last.callback(self._current_tier.close, ahead=ahead)
+                if self._saving is not None:
+                    self._saving.end_copies()
                 try:
                     if self._current_tier.busy:
                         self._current_tier.wait()
@@ -785,6 +806,8 @@ class Snapshots:
             self._life.failed(error, self.state.step)
         self._closed = True
         self._remove_hooks()
+        if self._saving is not None:
+            self._saving.give_up()
         if isinstance(error, ReplicasDifferError) and self._saving is not None:
             self._saving.drop_uncompared()
         if self._current_tier is not None:

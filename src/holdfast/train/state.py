@@ -71,6 +71,9 @@ class Collected:
     """This rank's state that is not in tensors; it changes with every step."""
     roles: Mapping[str, Role] = field(default_factory=dict)
     """The roles of the shared tensors, by name."""
+    optimized: frozenset[str] = frozenset()
+    """Names of the shared tensors that only tracked optimizers change: their parameters, and what they keep for
+    these."""
 
     @property
     def buffers(self) -> set[str]:
@@ -120,6 +123,7 @@ class _Parts:
     tied: dict[str, str]
     models: dict[str, Any]
     optimizers: dict[str, Any]
+    optimized: frozenset[str]
 
 
 _UNCHANGING = (torch.Tensor, str, int, float, type(None))
@@ -381,7 +385,7 @@ class Tracker:
             **({ALONE: True} if alone else {}),
             TIED: parts.tied,
         }
-        return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles)
+        return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles, parts.optimized)
 
     def _parts(self, encoder: codec.Encoder) -> _Parts:
         """Models and optimizers, taken apart; the parts of the last time, if they consist of the same objects."""
@@ -402,7 +406,13 @@ class Tracker:
             optimizers = {
                 name: {part: codec.ready(tree) for part, tree in parts.items()} for name, parts in optimizers.items()
             }
-        parts = _Parts(keys, live, shared.tensors, shared.roles, shared.tied, models, optimizers)
+        stepped = {id(p) for o in self._optimizers for group in o.optimizer.param_groups for p in group["params"]}
+        optimized = frozenset(
+            name
+            for name, role in shared.roles.items()
+            if role is Role.OPTIMIZER or (role is Role.PARAMETER and id(shared.tensors[name]) in stepped)
+        )
+        parts = _Parts(keys, live, shared.tensors, shared.roles, shared.tied, models, optimizers, optimized)
         self._kept = parts if unchanging else None
         return parts
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.errors import EXIT_HUNG
-from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind
+from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind, Verdict
 from holdfast.protocol.rank_progress import Finding, RanksAtPlace, RankStory, Standing
 from tests.coordinator.coordinator_harness import CoordinatorHarness, gathering, preparing, running, steps, training
 from tests.support.simulator.nodes import simple_judge
@@ -125,14 +125,23 @@ def test_one_that_went_on_and_failed_later_did_not_hang() -> None:
     assert harness.machine.outcome.code == "HF200"
 
 
-def test_a_hang_that_a_regroup_ended_is_in_the_verdict_on_the_loss_and_in_no_later_one() -> None:
-    """As when somebody kills the rank for which the others wait."""
+def hanging_survivors() -> tuple[CoordinatorHarness, list[Evidence]]:
+    """Two ranks in `ht.survive` that hang, and all that is given to the judge."""
     judged: list[Evidence] = []
-    harness = training(
-        least=1, max_restarts=2, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence)
-    )
+
+    def judge(evidence: Evidence) -> Verdict:
+        judged.append(evidence)
+        return simple_judge(evidence)
+
+    harness = training(least=1, max_restarts=2, judge=judge)
     harness.able(1, 2)
     look_on(harness, 100.0, 1, 2)
+    return harness, judged
+
+
+def test_a_hang_that_a_regroup_ended_is_in_the_verdict_on_the_loss_and_in_no_later_one() -> None:
+    """As when somebody kills the rank for which the others wait."""
+    harness, judged = hanging_survivors()
     harness.kill_worker(2)
     assert harness.machine.phase is Phase.REGROUPING
     harness.say(2, msg.WorkersFailed(1, (Failure(rank=1, local_rank=0, host="n2", pid=101, exit_code=-9),)))
@@ -144,12 +153,7 @@ def test_a_hang_that_a_regroup_ended_is_in_the_verdict_on_the_loss_and_in_no_lat
 
 
 def test_a_loss_while_the_others_regroup_after_a_hang_is_judged_without_it() -> None:
-    judged: list[Evidence] = []
-    harness = training(
-        least=1, max_restarts=2, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence)
-    )
-    harness.able(1, 2)
-    look_on(harness, 100.0, 1, 2)
+    harness, judged = hanging_survivors()
     harness.kill_worker(2)
     harness.fail(1)
     assert harness.machine.phase is Phase.STOPPING

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from holdfast.extensions.health.messages import Recovered, Unfit
+import threading
+
+import msgspec
+import pytest
+
+from holdfast.diagnosis.causes import judge
+from holdfast.extensions.health.freed_memory import leftover, wait_until_free
+from holdfast.extensions.health.messages import Checked, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
-from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, preparing, stopping
+from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, preparing, running, stopping
+from tests.support.limits import limit_s
 
 REASON = "--health-command ended with 3: GPU 2 is lost"
 
@@ -92,3 +100,171 @@ def test_a_parked_node_that_is_lost_is_not_shown_any_more() -> None:
     harness.say(2, msg.Leave("asked", drain=False))
     harness.machine.check_invariants()
     assert order(harness) == {1, 3}
+
+
+# --- nodes that differ from most others --------------------------------------------------------------------------------
+
+WHOLE = {"gpus": "8", "gpu": "NVIDIA H100 80GB HBM3", "driver": "570.86.15", "power_w": "700"}
+
+
+def four(*, spares: int) -> CoordinatorHarness:
+    """Four nodes that are being prepared, and more nodes that wait."""
+    harness = CoordinatorHarness(4, 4)
+    for link in range(1, 5 + spares):
+        harness.join(link)
+    assert order(harness) == {1, 2, 3, 4}
+    return harness
+
+
+def checked(harness: CoordinatorHarness, link: int, **changed: str) -> None:
+    harness.extend(link, "health", Checked(harness.machine.generation, 4, WHOLE | changed))
+
+
+def test_a_spare_takes_the_place_of_a_node_that_has_less_than_the_others() -> None:
+    harness = four(spares=1)
+    checked(harness, 2, gpus="7")
+    for link in (1, 3):
+        checked(harness, link)
+    assert order(harness) == {1, 2, 3, 4}, "a majority of the first is not one of all"
+    checked(harness, 4)
+    assert order(harness) == {1, 3, 4, 5}
+    harness.ordered(2, Differs)
+    (parked,) = harness.noted("parked")
+    assert parked["reason"] == "it has 7 GPUs, 3 of 4 nodes have 8 GPUs"
+
+
+def test_without_a_spare_the_difference_is_reported_and_the_job_starts() -> None:
+    harness = four(spares=0)
+    for link in (1, 2, 3):
+        checked(harness, link)
+    checked(harness, 4, power_w="500")
+    assert order(harness) == {1, 2, 3, 4}
+    assert harness.noted("parked") == []
+    (differs,) = harness.noted("node_differs")
+    assert differs["slows"] is True
+    assert any("has a power limit of 500 W" in notice for notice in harness.machine.view(harness.now).notices)
+    harness.prepare(1, 2, 3, 4)
+    assert harness.machine.phase.value == "running"
+
+
+def test_another_driver_parks_no_node() -> None:
+    harness = four(spares=1)
+    for link in (1, 2, 3):
+        checked(harness, link)
+    checked(harness, 4, driver="550.54.15")
+    assert order(harness) == {1, 2, 3, 4}
+    (differs,) = harness.noted("node_differs")
+    assert (differs["slows"], differs["trait"]) == (False, "driver")
+
+
+def test_a_node_that_was_parked_because_it_differs_comes_back_when_it_does_not() -> None:
+    harness = four(spares=1)
+    for link in (1, 2, 3):
+        checked(harness, link)
+    checked(harness, 4, gpus="7")
+    assert order(harness) == {1, 2, 3, 5}
+    checked(harness, 5)
+    harness.extend(4, "health", Checked(0, 0, WHOLE | {"gpus": "7"}))
+    assert "parked" in states(harness)
+    harness.extend(4, "health", Checked(0, 0, WHOLE))
+    assert "parked" not in states(harness)
+    assert not any("GPUs" in notice for notice in harness.machine.view(harness.now).notices)
+
+
+def test_a_difference_is_reported_once_in_all_generations() -> None:
+    harness = four(spares=0)
+    for _ in range(2):
+        for link in (1, 2, 3):
+            checked(harness, link)
+        checked(harness, 4, gpus="7")
+    assert len(harness.noted("node_differs")) == 1
+
+
+# --- events of devices -------------------------------------------------------------------------------------------------
+
+XID = DeviceSeen("GPU 3", "XID 79 (the GPU has fallen off the bus)", severe=True, age_s=0.5)
+
+
+def test_the_verdict_names_the_device_that_failed_before_the_worker() -> None:
+    harness = running(judge=judge)
+    harness.extend(2, "health", XID)
+    harness.wait(1.0)
+    harness.fail(1)
+    harness.both_say(msg.Stopped(harness.machine.generation))
+    outcome = harness.machine.outcome
+    assert outcome is not None
+    assert outcome.verdict is not None
+    assert outcome.verdict.cause.endswith("; XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2 1.5 s before")
+
+
+def test_an_event_that_comes_after_the_failure_is_named_as_well() -> None:
+    harness = running(judge=judge)
+    harness.fail(1)
+    harness.wait(1.0)
+    harness.extend(2, "health", XID)
+    harness.both_say(msg.Stopped(harness.machine.generation))
+    outcome = harness.machine.outcome
+    assert outcome is not None
+    assert outcome.verdict is not None
+    assert "on GPU 3 of node n2 0.5 s after" in outcome.verdict.cause
+
+
+def test_an_event_of_long_ago_is_not_in_the_verdict() -> None:
+    harness = running(judge=judge)
+    harness.extend(2, "health", msgspec.structs.replace(XID, age_s=200.0))
+    harness.fail(1)
+    harness.both_say(msg.Stopped(harness.machine.generation))
+    outcome = harness.machine.outcome
+    assert outcome is not None
+    assert outcome.verdict is not None
+    assert "XID" not in outcome.verdict.cause
+
+
+def test_a_severe_event_is_shown_until_the_next_generation_and_another_one_only_written_down() -> None:
+    harness = running(max_restarts=1)
+    harness.extend(2, "health", XID)
+    harness.extend(2, "health", DeviceSeen("GPU 1", "12 NVLink errors", severe=False, age_s=0.0))
+    assert [each["severe"] for each in harness.noted("device")] == [True, False]
+    shown = [notice for notice in harness.machine.view(harness.now).notices if "GPU" in notice]
+    assert shown == ["XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2"]
+
+
+# --- memory of workers that have ended ---------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "left"),
+    [
+        ({0: 500 * MIB}, {0: 500 * MIB}, {}),
+        ({0: 500 * MIB}, {0: 600 * MIB}, {}),  # a desktop, a monitor
+        ({0: 500 * MIB, 1: 0}, {0: 500 * MIB, 1: 30000 * MIB}, {1: 30000 * MIB}),
+        ({0: 40000 * MIB}, {0: 40001 * MIB}, {}),  # another job's
+        ({}, {0: 30000 * MIB}, {}),
+        ({0: 0}, {}, {}),
+    ],
+)
+def test_memory_beyond_what_was_in_use_before_is_left(
+    before: dict[int, int], now: dict[int, int], left: dict[int, int]
+) -> None:
+    assert leftover(before, now) == left
+
+
+async def test_the_next_generation_waits_until_the_memory_is_free() -> None:
+    looks = [{0: 9000 * MIB}, {0: 4000 * MIB}, {0: 10 * MIB}]
+    freed = await wait_until_free({0: 0}, limit_s(30), lambda: looks.pop(0))
+    assert (freed.left, looks) == ({}, [])
+
+
+async def test_memory_that_is_never_freed_and_a_driver_that_hangs_cost_a_bounded_time() -> None:
+    freed = await wait_until_free({0: 0}, 0.2, lambda: {0: 9000 * MIB})
+    assert freed.left == {0: 9000 * MIB}
+    may = threading.Event()
+
+    def hangs() -> dict[int, int]:
+        may.wait(limit_s(30))
+        return {}
+
+    assert (await wait_until_free({0: 0}, 0.2, hangs)).left == {}
+    may.set()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from holdfast.doctor.machine_state import GpuState, MachineState, Slowdown
+from holdfast.extensions.stragglers.messages import GpuClocks, ReadClocks
+from holdfast.extensions.stragglers.node import OnNode
 from holdfast.extensions.stragglers.straggler_detector import Straggler, Stragglers
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from holdfast.protocol.throughput import Throughput
@@ -137,3 +142,39 @@ def test_a_straggler_is_told_and_stands_in_the_view() -> None:
     (note,) = harness.noted("straggler")
     assert (note["code"], note["host"], note["ranks"]) == ("HF250", "n2", [1])
     assert harness.machine.view(harness.now).notices == (text,)
+    asked = harness.ordered(2, ReadClocks)
+    assert asked.ranks == {1: 0}
+    harness.extend(
+        2, "stragglers", GpuClocks(asked.generation, 1, 0, "345 of 1980 MHz, 91 °C, hardware thermal slowdown")
+    )
+    harness.extend(2, "stragglers", GpuClocks(asked.generation - 1, 1, 0, "of a generation before"))
+    (gpu,) = harness.noted("straggler_gpu")
+    assert (gpu["host"], gpu["rank"], gpu["gpu"]) == ("n2", 1, 0)
+    assert harness.notices(1)[-1].startswith("rank 1 on n2: its GPU 0 runs at 345 of 1980 MHz")
+
+
+HOT = GpuState(index=1, sm_mhz=345, sm_mhz_max=1980, celsius=91, slowdowns=frozenset({Slowdown.HARDWARE_THERMAL}))
+
+
+async def clocks(state: MachineState, ranks: dict[int, int]) -> list[GpuClocks]:
+    """What a node with these GPUs answers."""
+    sent: list[Any] = []
+    work: list[Any] = []
+    node: Any = SimpleNamespace(start=lambda name, task: work.append(task))
+    OnNode(node, sent.append, lambda: state, lambda: bool(state.gpus)).heard(ReadClocks(3, ranks))
+    for each in work:
+        await each
+    return sent
+
+
+async def test_a_node_answers_with_the_clocks_of_the_gpus_of_these_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    state = MachineState(gpus=(GpuState(index=0, error="GPU is lost"), HOT))
+    assert await clocks(state, {8: 0, 9: 1, 10: 2}) == [
+        GpuClocks(3, 8, 1, "345 of 1980 MHz, 91 °C, hardware thermal slowdown"),
+        GpuClocks(3, 9, 0, "GPU is lost"),
+    ]
+
+
+async def test_a_node_without_gpus_answers_nothing() -> None:
+    assert await clocks(MachineState(), {0: 0}) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,25 +17,16 @@ from typing import Any
 import pytest
 
 from holdfast.protocol.errors import EXIT_REQUEUE, DataError, MissingPackageError
-from tests.warm import Warm
 from tests.warm_jobs import WarmJobs
 
 SCRIPTS = Path(__file__).parent / "scripts"
-pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("torch trainers"), pytest.mark.timeout(300)]
 KILLED, DRAINED, LAST = (4, 7), 8, 12
 """Optimizer steps: 6 in each of two epochs. The second kill leaves the state of an epoch's end."""
 BATCHES = 22
 """Of both epochs: the last step of each has fewer than the others."""
 
 Note = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        with WarmJobs(warm, tmp_path_factory.mktemp("jobs"), "lightning", "transformers.trainer") as made:
-            yield made
 
 
 @dataclass(frozen=True)
@@ -66,14 +57,14 @@ LACKING = [
 
 
 def trained(
-    jobs: WarmJobs, case: Case, folder: Path, world: int = 2, faults: Sequence[Any] = (), code: int = 0
+    trainer_jobs: WarmJobs, case: Case, folder: Path, world: int = 2, faults: Sequence[Any] = (), code: int = 0
 ) -> list[Note]:
     """The notes of a job whose snapshots are in `folder`."""
     trail = folder.with_suffix(f".{world}.trail")
     optional = case.optional if world == 1 else ()
     argument = json.dumps({"folder": str(folder), "trail": str(trail), "faults": faults, "optional": optional})
     line = ("run", "--standalone", "--nproc-per-node", str(world), "--max-restarts", "2", SCRIPTS / case.script)
-    done = jobs.run("holdfast", *line, argument, cwd=folder.parent, timeout=120)
+    done = trainer_jobs.run("holdfast", *line, argument, cwd=folder.parent, timeout=120)
     assert done.returncode == code, done
     return [json.loads(each) for each in trail.read_text().splitlines()]
 
@@ -95,15 +86,15 @@ def whole(notes: list[Note], step: int) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LACKING if name == "torchtitan" else []) for name in CASES])
-def test_killed_drained_and_with_another_number_of_ranks(jobs: WarmJobs, tmp_path: Path, name: str) -> None:
+def test_killed_drained_and_with_another_number_of_ranks(trainer_jobs: WarmJobs, tmp_path: Path, name: str) -> None:
     case = CASES[name]
-    notes = trained(jobs, case, tmp_path / "undisturbed")
+    notes = trained(trainer_jobs, case, tmp_path / "undisturbed")
     undisturbed = by_step(notes, case)
     assert {step for step, _ in undisturbed} == set(range(1, LAST + 1))
     assert {each["of"] for each in notes} == {case.steps}
 
     faults = [*([life, step, "kill"] for life, step in enumerate(KILLED)), [len(KILLED), DRAINED, "drain"]]
-    disturbed = trained(jobs, case, tmp_path / "a", faults=faults, code=EXIT_REQUEUE)
+    disturbed = trained(trainer_jobs, case, tmp_path / "a", faults=faults, code=EXIT_REQUEUE)
     for life, killed in enumerate(KILLED, 1):
         done = by_step(disturbed, case, life)
         assert min(step for step, _ in done) == killed, "no other step is repeated"
@@ -112,7 +103,7 @@ def test_killed_drained_and_with_another_number_of_ranks(jobs: WarmJobs, tmp_pat
     newest = max(step for step, _ in done)
     assert newest < LAST
 
-    alone = trained(jobs, case, tmp_path / "a", world=1)
+    alone = trained(trainer_jobs, case, tmp_path / "a", world=1)
     left = {each["step"] for each in alone}
     last = newest + LAST // 2 if case.begins_anew else LAST
     assert left == set(range(newest + 1, last + 1)), "no step of the first job is repeated"

@@ -82,3 +82,16 @@ def step_is_done(step: int, weights: Iterable[torch.Tensor]) -> None:
 
 def end(name: str | None = None, **found: Any) -> None:
     (FOLDER / f"end.{LOCAL_RANK if name is None else name}").write_text(json.dumps(found))
+
+
+class Stopping:
+    """Early stopping, an object of the program's own: an epoch that is counted twice shows in its state."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lost_ranks import BATCH, CASE, FOLDER, World, digest, end, loader_options, reach, row, step_is_done
+from lost_ranks import BATCH, CASE, FOLDER, Stopping, World, digest, end, loader_options, reach, row, step_is_done
 from torch import nn
 
 import holdfast.train as ht
@@ -89,19 +89,6 @@ class Seen:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.indices = list(state["indices"])
         self.average.copy_(state["average"])
-
-
-class Stopping:
-    """Early stopping: an epoch that is counted twice shows."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": self.losses}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = list(state["losses"])
 
 
 class Net(nn.Module):

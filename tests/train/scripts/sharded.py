@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lost_ranks import CASE, FOLDER, LOCAL_RANK, World, end, reach, row
+from lost_ranks import CASE, FOLDER, LOCAL_RANK, Stopping, World, end, reach, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -128,19 +128,6 @@ def in_backward(gradient: torch.Tensor) -> torch.Tensor:
     """The gradients of the second block are on their way."""
     reach("backward", Now.step)
     return gradient
-
-
-class Stopping:
-    """Made before the function, and tracked in it."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": self.losses}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = list(state["losses"])
 
 
 def made(pg: Any) -> nn.Module:

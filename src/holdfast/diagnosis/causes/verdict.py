@@ -23,7 +23,7 @@ from holdfast.diagnosis.collectives import ComparedCollectives, compared, newest
 from holdfast.diagnosis.places import RankActivity, Where, where_is
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Finding, RankStory
-from holdfast.text import listed, plural
+from holdfast.text import listed, plural, visible
 
 COMPARED_MAX = 64
 """Number of failures that are compared; enough for a job of any size."""
@@ -246,6 +246,17 @@ COMPLAINTS = (Blame.LOOSE, Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)
 
 
 def verdict_on(evidence: Evidence) -> Verdict:
+    """The verdict, and with it what has happened to GPUs and network ports at that time."""
+    found = _verdict(evidence)
+    if not evidence.devices or found.code == NOBODY_FAILED:
+        return found
+    return structs.replace(found, cause=visible("; ".join([found.cause, *evidence.devices])))
+
+
+NOBODY_FAILED = "HF200"
+
+
+def _verdict(evidence: Evidence) -> Verdict:
     """The verdict, by the first row that applies:
 
     | there is                                                 | then                                                 |
@@ -271,7 +282,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
     if evidence.hang is not None:
         return _hung(evidence, evidence.hang, order)
     if first is None or kind is Blame.STOPPED:
-        return evidence.verdict("HF200", "the generation ended although no worker failed", None)
+        return evidence.verdict(NOBODY_FAILED, "the generation ended although no worker failed", None)
     if kind in COMPLAINTS:
         found = _unexplained(evidence, [failure for kind, failure in order if kind in COMPLAINTS])
         return _with_collectives(evidence, found)

@@ -1,42 +1,145 @@
-"""Parks nodes whose check has failed, and lets them take part again when it passes. Pure."""
+"""Parks nodes whose check has failed, and lets them take part again when it passes. Compares all nodes: one that has
+less than most others is parked if a spare is there. Keeps what happens to devices, for the verdict. Pure.
+
+A difference alone ends no job: without a spare it is only reported. The others can train with that node, only slower.
+"""
 
 from __future__ import annotations
 
-from holdfast.extensions.health.messages import Recovered, Unfit
+from collections import deque
+from collections.abc import Mapping
+
+from holdfast.doctor.device_events import DeviceEvent
+from holdfast.doctor.majority import NodeDifference, Weight, differences
+from holdfast.extensions.health.messages import Checked, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.protocol.extension import (
+    Announce,
     CoordinatorExtension,
+    DeviceFault,
     Figures,
     Happened,
     Job,
     MemberLost,
+    Observed,
+    Order,
     Orders,
     Park,
+    Started,
+    ToNode,
     Unpark,
 )
 from holdfast.protocol.policy import Note
 
+DEVICES_MAX = 32
+NOTICES_MAX = 4
+
 
 class AtCoordinator(CoordinatorExtension):
-    messages = Unfit | Recovered
+    messages = Unfit | Recovered | Checked | DeviceSeen
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._parked: dict[str, str] = {}
         """The host and the reason, in words, by member."""
+        self._traits: dict[str, Mapping[str, str]] = {}
+        """What each member has, by its name."""
+        self._differing: set[str] = set()
+        """Members that are parked because they differ. Always a part of `_parked`."""
+        self._reported: dict[tuple[str, str], str] = {}
+        """The text of each difference that was reported and is still there, by member and trait."""
+        self._devices: deque[DeviceFault] = deque(maxlen=DEVICES_MAX)
+        """The newest severe events of devices."""
+        self._noticed: deque[str] = deque(maxlen=NOTICES_MAX)
+        """The newest of them in the running generation, in words."""
 
-    def heard(self, now: float, member: str, message: Unfit | Recovered) -> Orders:  # noqa: ARG002
-        if isinstance(message, Recovered):
-            self._parked.pop(member, None)
-            return [Note("unparked", {"member": member}), Unpark(member)]
-        host = next((each.host for each in self.job.members() if each.name == member), member)
-        text = self._parked[member] = f"{host} is parked: {message.reason}"
-        about = {"member": member, "generation": message.generation, "reason": message.reason}
-        return [Note("parked", about), Park(member, text)]
+    def heard(self, now: float, member: str, message: Unfit | Recovered | Checked | DeviceSeen) -> Orders:
+        match message:
+            case Recovered():
+                return self._unpark(member)
+            case Unfit(generation, reason):
+                return self._park(member, generation, reason)
+            case Checked():
+                return self._compare(member, message)
+            case DeviceSeen():
+                return self._device(now, member, message)
+
+    def _park(self, member: str, generation: int, reason: str) -> list[Order]:
+        text = self._parked[member] = f"{self._host(member)} is parked: {reason}"
+        return [Note("parked", {"member": member, "generation": generation, "reason": reason}), Park(member, text)]
+
+    def _unpark(self, member: str) -> list[Order]:
+        self._parked.pop(member, None)
+        self._differing.discard(member)
+        return [Note("unparked", {"member": member}), Unpark(member)]
+
+    def _compare(self, member: str, message: Checked) -> list[Order]:
+        self._traits[member] = message.traits
+        if member in self._parked and member not in self._differing:
+            return []  # it passes its check soon, and reports then
+        known = {
+            each.name: self._traits[each.name]
+            for each in self.job.members()
+            if each.name in self._traits and (each.name == member or each.name not in self._parked)
+        }
+        # A majority of those who were the first to report would not be one of all.
+        if len(known) < message.nodes:
+            return []
+        found = differences(known)
+        orders = self._reports(found, known)
+        slower = [each for each in found if each.weight is Weight.SLOWS]
+        if member in self._differing:
+            return orders + ([] if any(each.node == member for each in slower) else self._unpark(member))
+        spares = sum(each.name not in known and each.name not in self._parked for each in self.job.members())
+        for name in list(dict.fromkeys(each.node for each in slower))[:spares]:
+            reason = "; ".join(each.text for each in slower if each.node == name)
+            self._differing.add(name)
+            orders += [*self._park(name, message.generation, f"it {reason}"), ToNode(name, Differs())]
+        return orders
+
+    def _reports(self, found: list[NodeDifference], known: Mapping[str, object]) -> list[Order]:
+        """Report the differences that are new."""
+        orders: list[Order] = []
+        now = {(each.node, each.trait): each for each in found}
+        for key in [key for key in self._reported if key[0] in known and key not in now]:
+            del self._reported[key]
+        for key, each in now.items():
+            if key in self._reported:
+                continue
+            host = self._host(each.node)
+            text = self._reported[key] = f"{host} {each.text}"
+            about = {"member": each.node, "generation": self.job.generation, "trait": each.trait, "text": each.text}
+            about["slows"] = each.weight is Weight.SLOWS
+            orders.append(Note("node_differs", about))
+            if each.weight is Weight.SLOWS:
+                orders.append(Announce(text))
+        return orders
+
+    def _device(self, now: float, member: str, message: DeviceSeen) -> list[Order]:
+        text = DeviceEvent(message.device, message.text, message.severe).on(self._host(member))
+        about = {"member": member, "generation": self.job.generation, "device": message.device, "text": message.text}
+        note = Note("device", {**about, "severe": message.severe})
+        if not message.severe:
+            return [note]
+        self._devices.append(DeviceFault(text, now - message.age_s))
+        self._noticed.append(text)
+        return [note, Announce(text)]
+
+    def observed(self, now: float) -> Observed:  # noqa: ARG002
+        return Observed(devices=tuple(self._devices))
+
+    def _host(self, member: str) -> str:
+        return next((each.host for each in self.job.members() if each.name == member), member)
 
     def happened(self, now: float, event: Happened) -> Orders:  # noqa: ARG002
+        if isinstance(event, Started):
+            self._noticed.clear()
         if isinstance(event, MemberLost):
             self._parked.pop(event.member, None)
+            self._traits.pop(event.member, None)
+            self._differing.discard(event.member)
+            self._reported = {key: text for key, text in self._reported.items() if key[0] != event.member}
         return ()
 
     def view(self, now: float) -> Figures:  # noqa: ARG002
-        return Figures(notices=tuple(self._parked.values()))
+        differing = [text for (member, _), text in self._reported.items() if member not in self._parked]
+        return Figures(notices=(*self._parked.values(), *differing, *self._noticed))

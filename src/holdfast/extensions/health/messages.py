@@ -1,4 +1,4 @@
-"""What a node reports about its health."""
+"""What a node reports about its health, and what it is told about it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.policy import Count
+from holdfast.protocol.policy import Count, Seconds, Words
 
 REASON_CHARACTERS_MAX = 300
+DEVICE_CHARACTERS_MAX = 100
 
 
 class Unfit(Struct, frozen=True, tag="unfit"):
@@ -20,3 +21,28 @@ class Unfit(Struct, frozen=True, tag="unfit"):
 
 class Recovered(Struct, frozen=True, tag="recovered"):
     """A node that was unfit has passed the check."""
+
+
+class Checked(Struct, frozen=True, tag="checked"):
+    """A node that has passed its preflight, and what it has: the coordinator compares all of them."""
+
+    generation: Count
+    """The generation for which it is prepared; 0: it is parked because it differs."""
+    nodes: Count
+    """Number of nodes of that generation."""
+    traits: Words
+    """Values by the names of doctor/majority.py."""
+
+
+class DeviceSeen(Struct, frozen=True, tag="device"):
+    """Something has happened to a GPU or a network port of this node."""
+
+    device: Annotated[str, Meta(max_length=DEVICE_CHARACTERS_MAX)]
+    text: Annotated[str, Meta(max_length=REASON_CHARACTERS_MAX)]
+    severe: bool
+    age_s: Seconds
+    """Time since it happened (s)."""
+
+
+class Differs(Struct, frozen=True, tag="differs"):
+    """This node is parked because it differs from most others: it reads its traits again from time to time."""

@@ -2,7 +2,9 @@
 while the node is parked.
 
 A node is fit if the command ends with 0 within its time, and no finding of the preflight says that it cannot train.
-What becomes of the job is the coordinator's.
+What becomes of the job is the coordinator's, which also compares what the nodes have. The preflight begins with the
+agent, while the nodes meet. While workers run, its devices are watched (device_watch.py); a severe event has the node
+checked again before the next generation, which also waits for GPU memory (freed_memory.py).
 """
 
 from __future__ import annotations
@@ -13,13 +15,22 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Recovered, Unfit
+from holdfast.extensions.health.messages import REASON_CHARACTERS_MAX, Checked, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.outcome import Outcome
-from holdfast.runtime.node_extension import Node, NodeExtension, Send
+from holdfast.runtime.node_extension import Node, NodeExtension, NodeHappened, Send, WorkersStarted
 from holdfast.supervisor.attached import attached
-from holdfast.text import visible
+from holdfast.text import listed, visible
+
+if TYPE_CHECKING:
+    from holdfast.doctor.device_events import DeviceEvent
+    from holdfast.extensions.health.device_watch import DeviceWatch
+    from holdfast.extensions.health.preflight import Preflight
+
+Result = TypeVar("Result")
 
 HEALTH_S_MAX = 20.0
 """Limit for the command (s). It is shorter than Limits.prepare_s, after which the coordinator loses the node."""
@@ -32,35 +43,100 @@ OUTPUT_BYTES_MAX = 65536
 
 
 class OnNode(NodeExtension):
+    messages = Differs
+
     def __init__(
         self, node: Node, send: Send, limit_s: float = HEALTH_S_MAX, again_first_s: float = AGAIN_FIRST_S
     ) -> None:
         super().__init__(node, send)
         self._limit_s = limit_s
         self._again_first_s = again_first_s
-        self._checking: set[asyncio.Task[str]] = set()
+        self._checking: set[asyncio.Task[Any]] = set()
         self._preflight_due = node.options.preflight != "off"
         """It has not passed here yet."""
+        self._begun: asyncio.Task[Preflight] | None = None
+        """The preflight that began with the agent; None: its result was taken, or there is none."""
+        self._traits: dict[str, str] | None = None
+        """What the last preflight found for the comparison with the other nodes; None: there was none."""
+        self._watch: DeviceWatch | None = None
+        """None: no workers have run here, or there is nothing to watch."""
+        self._used: dict[int, int] | None = None
+        """Bytes in use on each GPU before any workers ran; None: not known."""
         self._parked = False
         self._rounds = 0
         """Number of times that this node was parked: a loop of an earlier time ends."""
+        if self._preflight_due:
+            self._begun = self._task(self._look())
+
+    def _task(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Do this in a task of its own, so that the end of the job does not wait for it."""
+        task = asyncio.create_task(work)
+        self._checking.add(task)
+        task.add_done_callback(self._checking.discard)
+        return task
+
+    def heard(self, message: Differs) -> None:  # noqa: ARG002
+        self._rounds += 1
+        self.node.start("health", self._compare_again(self._rounds))
 
     async def unfit(self, assign: Assign) -> str:
-        # A task of its own, so that the end of the job does not wait for the command.
-        checking = asyncio.create_task(self._check(assign.generation))
-        self._checking.add(checking)
-        checking.add_done_callback(self._checking.discard)
-        reason = await checking
+        self._rounds += 1
+        if self._watch is not None and self._used:
+            await self._task(self._wait_for_memory(assign.generation, self._used))
+        reason = await self._task(self._check(assign.generation))
+        if not reason and self._traits is not None:
+            self.send(Checked(assign.generation, assign.group_world_size, self._traits))
         if reason:
             self._parked = True
-            self._rounds += 1
             self.send(Unfit(assign.generation, reason))
             self.node.start("health", self._check_again(assign.generation, self._rounds))
         elif self._parked:
             self._fit()
         return reason
 
+    def happened(self, event: NodeHappened) -> None:
+        if isinstance(event, WorkersStarted) and self.node.options.watch_devices and self._watch is None:
+            from holdfast.extensions.health.device_watch import (
+                DeviceWatch,
+            )  # where there is nothing to watch, no import
+
+            loop = asyncio.get_running_loop()
+
+            def report(event: DeviceEvent, at_s: float) -> None:
+                # The loop may have ended meanwhile.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._device, event, at_s)
+
+            def fault(error: Exception) -> None:
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self.node.fault, "health", error)
+
+            self._watch = DeviceWatch(report, fault)
+            self._watch.start()
+
+    def _device(self, event: DeviceEvent, at_s: float) -> None:
+        age_s = max(0.0, time.monotonic() - at_s)
+        self.node.write("device", device=event.device, text=event.text, severe=event.severe, xid=event.xid)
+        self.send(DeviceSeen(event.device, event.text[:REASON_CHARACTERS_MAX], event.severe, age_s))
+        if event.severe and self.node.options.preflight != "off":
+            self._preflight_due = True
+
+    async def _wait_for_memory(self, generation: int, used: dict[int, int]) -> None:
+        from holdfast.extensions.health.freed_memory import wait_until_free
+
+        freed = await wait_until_free(used)
+        left = {f"GPU {index}": bytes_ for index, bytes_ in freed.left.items()}
+        self.node.write("gpu_memory", generation=generation, seconds=freed.seconds, left_bytes=left)
+        if left:
+            shown = listed([f"{bytes_ >> 20} MiB on {gpu}" for gpu, bytes_ in left.items()])
+            self.node.say(
+                f"{freed.seconds:.0f} s after its workers have ended, {shown} of this node are still in use: "
+                "generation {generation} may run out of memory".format(generation=generation)
+            )
+
     async def close(self, outcome: Outcome | None) -> None:  # noqa: ARG002
+        if self._watch is not None:
+            self._watch.stop()
         for task in self._checking:
             task.cancel()
         if self._checking:
@@ -77,6 +153,18 @@ class OnNode(NodeExtension):
                 self._fit()
                 return
 
+    async def _compare_again(self, number: int) -> None:
+        """Report what this node has, until it is as the others."""
+        pause_s = self._again_first_s
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, AGAIN_MAX_S)
+            found = await self._look()
+            if number != self._rounds:
+                return
+            self._traits = found.traits
+            self.send(Checked(0, 0, found.traits))
+
     def _fit(self) -> None:
         self._parked = False
         self.send(Recovered())
@@ -88,18 +176,26 @@ class OnNode(NodeExtension):
         reasons = await asyncio.gather(*checks)
         return "; ".join(reason for reason in reasons if reason)[:REASON_CHARACTERS_MAX]
 
-    async def _preflight(self, generation: int) -> str:
+    async def _look(self) -> Preflight:
         from holdfast.extensions.health import preflight  # the doctor's checks are not needed without it
 
+        return await preflight.check_node(self.node.options, self.node.host)
+
+    async def _preflight(self, generation: int) -> str:
+        from holdfast.extensions.health.preflight import unfit
+
         began_s = time.monotonic()
-        found = await preflight.problems(self.node.options, self.node.host)
-        stops = [finding for finding in found if preflight.unfit(finding)]
-        self._preflight_due = bool(stops)
+        begun, self._begun = self._begun, None
+        found = await (begun if begun is not None else self._look())
+        stops = [finding for finding in found.problems if unfit(finding)]
+        self._preflight_due, self._traits = bool(stops), found.traits
+        if self._watch is None:
+            self._used = found.used_bytes
         self.node.write(
             "preflight",
             generation=generation,
             seconds=round(time.monotonic() - began_s, 3),
-            findings=[f"{finding.code} {finding.what}: {finding.why}" for finding in found],
+            findings=[f"{finding.code} {finding.what}: {finding.why}" for finding in found.problems],
             fit=not stops,
         )
         return "; ".join(f"--preflight {finding.code} {finding.what}: {finding.why}" for finding in stops)

@@ -1,8 +1,8 @@
 """The checks of --preflight: those of `holdfast doctor` that say whether this node can train at all.
 
-quick: memory, /dev/shm, the folders for logs and temporary files, limits of open files and processes, the clock; each
-file system has its own limit of time. full: also Python and the import of torch, and all else that the doctor checks on
-one node.
+quick: memory, /dev/shm, the folders for logs and temporary files, limits of open files and processes, the clock, GPUs
+and network ports; each file system and the driver have their own limit of time. full: also Python and the import of
+torch, a test of what the GPUs compute, and all else that the doctor checks on one node.
 """
 
 from __future__ import annotations
@@ -12,38 +12,74 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
 from holdfast.detached import run_detached
 from holdfast.doctor import DoctorFinding, Level, LocalFacts
-from holdfast.doctor.facts import FactsRequest, folder, gather_facts, machine_facts
-from holdfast.doctor.local import clock, examine, folders, memory, open_files, processes, shared_memory
+from holdfast.doctor.facts import FactsRequest, GpuCheck, folder, gather_facts, machine_facts, machine_state
+from holdfast.doctor.gpu_full import full_traits
+from holdfast.doctor.local import (
+    clock,
+    examine,
+    folders,
+    gpu_health,
+    gpu_use,
+    memory,
+    network_ports,
+    open_files,
+    processes,
+    shared_memory,
+)
+from holdfast.doctor.machine_state import VISIBLE, used_gpus
+from holdfast.doctor.majority import profile
 from holdfast.protocol.options import RunOptions
 
 FULL = "full"
-QUICK = (memory, shared_memory, folders, open_files, processes, clock)
-TORCH_S_MAX = 15.0
+QUICK = (gpu_health, gpu_use, network_ports, memory, shared_memory, folders, open_files, processes, clock)
+TORCH_S_MAX = 12.0
 """Limit for the import of torch (s): all of it must end before Limits.prepare_s."""
+GPU_TEST_S_MAX = 15.0
+"""Limit for the test of the GPUs (s), which follows. One that takes longer is a warning."""
 
 
-async def problems(options: RunOptions, host: str) -> tuple[DoctorFinding, ...]:
-    """The findings on this node that did not pass."""
+class Preflight(NamedTuple):
+    """The result of the checks of one node."""
+
+    problems: tuple[DoctorFinding, ...]
+    """The findings that did not pass."""
+    traits: dict[str, str]
+    """What is compared with the other nodes."""
+    used_bytes: dict[int, int]
+    """Bytes in use on each GPU that reports them, by its index."""
+
+
+async def check_node(options: RunOptions, host: str) -> Preflight:
     if options.preflight == FULL:
-        found: Sequence[DoctorFinding] = examine(await _all_facts(options))
+        facts = await _all_facts(options)
+        found: Sequence[DoctorFinding] = examine(facts)
     else:
         facts = await _quick_facts(options, host)
         found = [finding for check in QUICK for finding in check(facts)]
-    return tuple(finding for finding in found if finding.level is not Level.PASS)
+    speeds = [each.speed_mbit_s for each in facts.interfaces if each.name == facts.default_interface]
+    traits = profile(
+        facts.machine, used_gpus(facts.machine, facts.variables), speeds[0] if speeds else 0
+    ) | full_traits(facts.gpu_test)
+    used = {gpu.index: gpu.memory_used_bytes for gpu in facts.machine.gpus if gpu.memory_used_bytes is not None}
+    return Preflight(tuple(finding for finding in found if finding.level is not Level.PASS), traits, used)
 
 
 async def _quick_facts(options: RunOptions, host: str) -> LocalFacts:
     # Python goes on with another folder where this one cannot be written, but other programs do not.
     temporary = os.environ.get("TMPDIR") or tempfile.gettempdir()
     paths = [path for path in (options.logs.log_dir, temporary) if path]
-    shm, *others = await asyncio.gather(*map(folder, ("/dev/shm", *paths)))
+    state, shm, *others = await asyncio.gather(machine_state(), *map(folder, ("/dev/shm", *paths)))
     machine = await run_detached(lambda: machine_facts(host, ""))  # it loads psutil, and reads many files
-    return structs.replace(machine, nproc=options.nproc, shm=shm, folders=tuple(others))
+    visible = {name: os.environ[name] for name in VISIBLE if name in os.environ}
+    return structs.replace(
+        machine, nproc=options.nproc, machine=state, shm=shm, folders=tuple(others), variables=visible
+    )
 
 
 async def _all_facts(options: RunOptions) -> LocalFacts:
@@ -57,6 +93,8 @@ async def _all_facts(options: RunOptions) -> LocalFacts:
             try_port=False,
             environ=os.environ,
             torch_s_max=TORCH_S_MAX,
+            gpu=GpuCheck.FULL_IF_ANY,
+            gpu_test_s_max=GPU_TEST_S_MAX,
         )
     )
 

@@ -1,8 +1,11 @@
-"""Reports stragglers of the running generation, and shows those that still are. Pure. The comparison of the ranks is in
-`straggler_detector.py`."""
+"""Reports stragglers of the running generation, and shows those that still are; asks their nodes for the clocks of
+their GPUs. Pure. The comparison of the ranks is in `straggler_detector.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+from holdfast.extensions.stragglers.messages import GpuClocks, ReadClocks
 from holdfast.extensions.stragglers.straggler_detector import Straggler, Stragglers
 from holdfast.protocol.extension import (
     Announce,
@@ -14,6 +17,7 @@ from holdfast.protocol.extension import (
     Order,
     Orders,
     Started,
+    ToNode,
 )
 from holdfast.protocol.policy import Note
 from holdfast.protocol.rank_progress import Stage
@@ -23,6 +27,8 @@ ANNOUNCED_MAX = 3
 
 
 class AtCoordinator(CoordinatorExtension):
+    messages = GpuClocks
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._stragglers: Stragglers | None = None
@@ -69,7 +75,28 @@ class AtCoordinator(CoordinatorExtension):
         ]
         more = len(news) - ANNOUNCED_MAX
         lines = [each.text for each in news[:ANNOUNCED_MAX]] + ([f"and {more} more"] if more > 0 else [])
-        return [*orders, Announce("\n".join(lines))]
+        return [
+            *orders,
+            Announce("\n".join(lines)),
+            *self._asks(each for each in news[:ANNOUNCED_MAX] if not each.over),
+        ]
+
+    def _asks(self, slow: Iterable[Straggler]) -> Iterator[Order]:
+        """Ask the nodes of these for the clocks of their GPUs."""
+        ranks = {rank for each in slow for rank in each.ranks}
+        for node in self.job.nodes():
+            places = {node.rank_base + place: local_rank for place, local_rank in enumerate(node.local_ranks)}
+            asked = {rank: local_rank for rank, local_rank in places.items() if rank in ranks}
+            if asked:
+                yield ToNode(node.member, ReadClocks(self.job.generation, asked))
+
+    def heard(self, now: float, member: str, message: GpuClocks) -> Orders:  # noqa: ARG002
+        if message.generation != self.job.generation:
+            return ()
+        host = next((each.host for each in self.job.nodes() if each.member == member), member)
+        about = {"generation": message.generation, "host": host, "rank": message.rank, "gpu": message.gpu}
+        text = f"rank {message.rank} on {host}: its GPU {message.gpu} runs at {message.text}"
+        return [Note("straggler_gpu", {**about, "text": message.text}), Announce(text)]
 
     def view(self, now: float) -> Figures:  # noqa: ARG002
         standing = self._stragglers.standing if self._stragglers is not None else ()

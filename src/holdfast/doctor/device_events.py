@@ -1,0 +1,123 @@
+"""What happens to GPUs and network ports while a job runs: the driver's XIDs, and counters that grow. PURE.
+
+An event is severe if workers may fail or wait because of it: verdicts name it. Others are written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from holdfast.doctor.gpu_rules import HARDWARE
+from holdfast.doctor.machine_state import GpuState, MachineState, NetworkPort, Recovery, Slowdown
+
+XIDS = {
+    48: "uncorrected memory error",
+    63: "memory rows or pages are to be replaced",
+    64: "memory rows or pages could not be replaced",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "the GPU's own processor does not answer",
+    120: "error of the GPU's own processor",
+}
+"""XIDs of faults of the hardware, and what they say. Others mostly follow from the program: 13, 31, 43, 45."""
+REPLAYS_MIN = 100
+"""PCIe replays between two readings that are worth an event; a few are normal."""
+
+
+class DeviceEvent(Struct, frozen=True):
+    """Something has happened to a GPU or to a port of this node."""
+
+    device: str
+    """`GPU 3`, `mlx5_0/1`."""
+    text: str
+    severe: bool
+    xid: int = 0
+    """The driver's number; 0: it comes from a counter or a state."""
+
+    def on(self, host: str) -> str:
+        return f"{self.text} on {self.device} of node {host}"
+
+
+def of_xid(index: int | None, xid: int) -> DeviceEvent:
+    """
+    >>> of_xid(3, 79).on("b")
+    'XID 79 (the GPU has fallen off the bus) on GPU 3 of node b'
+    """
+    says = f" ({XIDS[xid]})" if xid in XIDS else ""
+    return DeviceEvent("a GPU" if index is None else f"GPU {index}", f"XID {xid}{says}", xid in XIDS, xid)
+
+
+def changes(before: MachineState, after: MachineState) -> Iterator[DeviceEvent]:
+    """What has happened between two readings. A value that is unknown in one of them has not changed."""
+    gpus = {gpu.index: gpu for gpu in before.gpus}
+    for gpu in after.gpus:
+        if gpu.index in gpus:
+            for text, severe in _of_gpu(gpus[gpu.index], gpu):
+                yield DeviceEvent(f"GPU {gpu.index}", text, severe)
+    ports = {port.name: port for port in before.ports}
+    for port in after.ports:
+        if port.name in ports:
+            for text, severe in _of_port(ports[port.name], port):
+                yield DeviceEvent(port.name, text, severe)
+
+
+def _of_gpu(before: GpuState, after: GpuState) -> Iterator[tuple[str, bool]]:
+    if after.error:
+        if not before.error:
+            yield after.error, True
+        return
+    if before.error:
+        return
+    if grown := _grown(before.ecc_uncorrected, after.ecc_uncorrected):
+        yield f"{grown} uncorrected memory error{'s' if grown > 1 else ''}", True
+    if after.remap_pending and before.remap_pending is False:
+        yield "memory rows are to be replaced", True
+    if after.remap_failed and before.remap_failed is False:
+        yield "memory rows could not be replaced", True
+    if before.recovery is Recovery.NONE and after.recovery not in (None, Recovery.NONE):
+        yield f"the driver asks for a {after.recovery.value}", True
+    if lost := _grown(after.links_active, before.links_active):
+        yield f"{lost} NVLink{'s' if lost > 1 else ''} went down", True
+    if grown := _grown(before.link_errors, after.link_errors):
+        yield f"{grown} NVLink errors", False
+    if (grown := _grown(before.pcie_replays, after.pcie_replays)) >= REPLAYS_MIN:
+        yield f"{grown} PCIe replays", False
+    slow = [each for each in Slowdown if each in after.slowdowns - before.slowdowns and each in SLOWS]
+    if slow:
+        # The general bit is set with each of the others.
+        shown = next((each for each in slow if each is not Slowdown.HARDWARE), Slowdown.HARDWARE)
+        yield f"{shown.value}: {clock_text(after)}", False
+
+
+SLOWS = (*HARDWARE, Slowdown.SOFTWARE_THERMAL)
+
+
+def _of_port(before: NetworkPort, after: NetworkPort) -> Iterator[tuple[str, bool]]:
+    if grown := _grown(before.downed, after.downed):
+        yield f"the link went down {grown} time{'s' if grown > 1 else ''}", True
+    elif before.state == "ACTIVE" and after.state not in ("ACTIVE", ""):
+        yield f"the port is {after.state}", True
+
+
+def _grown(before: int | None, after: int | None) -> int:
+    return max(0, after - before) if before is not None and after is not None else 0
+
+
+def clock_text(gpu: GpuState) -> str:
+    """Its clocks, with the reasons that lower them.
+
+    >>> clock_text(GpuState(index=0, sm_mhz=345, sm_mhz_max=1980, celsius=91))
+    '345 of 1980 MHz, 91 °C'
+    """
+    parts = []
+    if gpu.sm_mhz is not None:
+        parts.append(f"{gpu.sm_mhz} of {gpu.sm_mhz_max} MHz" if gpu.sm_mhz_max else f"{gpu.sm_mhz} MHz")
+    if gpu.celsius is not None:
+        parts.append(f"{gpu.celsius} °C")
+    return (
+        ", ".join([*parts, *(each.value for each in Slowdown if each in gpu.slowdowns)]) or "its clocks are not known"
+    )
