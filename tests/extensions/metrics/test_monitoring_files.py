@@ -141,6 +141,11 @@ def test_a_real_prometheus_shows_a_real_job(tmp_path: Path) -> None:
         found: list[Any] = asked("query?" + urllib.parse.urlencode({"query": text.replace("$run_id", "r")}))["result"]
         return found
 
+    def rules() -> list[Any]:
+        (group,) = asked("rules")["groups"]
+        found: list[Any] = group["rules"]
+        return found
+
     def shows_all() -> bool:
         try:
             return all(
@@ -158,8 +163,9 @@ def test_a_real_prometheus_shows_a_real_job(tmp_path: Path) -> None:
         assert info["metric"]["run_id"] == "r"
         for text in expressions():
             assert isinstance(values(text), list), text
-        (group,) = asked("rules")["groups"]
-        assert {(rule["health"], rule["state"]) for rule in group["rules"]} == {("ok", "inactive")}
+        until(lambda: {rule["health"] for rule in rules()} == {"ok"}, "the evaluation of each rule", 30)
+        # Under load an agent may stall for a moment: then a rule is pending, which is no alert.
+        assert not [rule for rule in rules() if rule["state"] == "firing"]
     finally:
         for process in processes:
             process.terminate()

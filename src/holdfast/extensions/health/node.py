@@ -81,9 +81,11 @@ class OnNode(NodeExtension):
 
     async def unfit(self, assign: Assign) -> str:
         self._rounds += 1
+        # Both at once: together they have to end before Limits.prepare_s.
+        checking = self._task(self._check(assign.generation))
         if self._watch is not None and self._used:
             await self._task(self._wait_for_memory(assign.generation, self._used))
-        reason = await self._task(self._check(assign.generation))
+        reason = await checking
         if not reason and self._traits is not None:
             self.send(Checked(assign.generation, assign.group_world_size, self._traits))
         if reason:
@@ -96,9 +98,8 @@ class OnNode(NodeExtension):
 
     def happened(self, event: NodeHappened) -> None:
         if isinstance(event, WorkersStarted) and self.node.options.watch_devices and self._watch is None:
-            from holdfast.extensions.health.device_watch import (
-                DeviceWatch,
-            )  # where there is nothing to watch, no import
+            # Where there is nothing to watch it is not imported.
+            from holdfast.extensions.health.device_watch import DeviceWatch
 
             loop = asyncio.get_running_loop()
 
@@ -131,7 +132,7 @@ class OnNode(NodeExtension):
             shown = listed([f"{bytes_ >> 20} MiB on {gpu}" for gpu, bytes_ in left.items()])
             self.node.say(
                 f"{freed.seconds:.0f} s after its workers have ended, {shown} of this node are still in use: "
-                "generation {generation} may run out of memory".format(generation=generation)
+                f"generation {generation} may run out of memory"
             )
 
     async def close(self, outcome: Outcome | None) -> None:  # noqa: ARG002
