@@ -118,6 +118,7 @@ def test_a_spare_comes_to_the_safe_point_at_which_a_replacement_joins(job_folder
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_spare_ends_with_the_others_though_a_replacement_is_about_to_join(job_folder: JobFolder) -> None:
     """The training ends before the safe point at which it would have joined, and nobody is started again."""
     case = {"epochs": 1, "kind": "hsdp", "multiple": 2, "nothing of its own": True, "replacements wait": True}
@@ -132,6 +133,7 @@ def test_a_spare_ends_with_the_others_though_a_replacement_is_about_to_join(job_
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
     case = {
         "epochs": 8,
@@ -155,6 +157,7 @@ def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
     assert agent.end(LIMIT_S) == 0, agent.text
 
 
+@pytest.mark.usefixtures("meshes_made_again")
 def test_a_stopped_rank_of_a_sharded_model_keeps_no_other_from_going_on(job_folder: JobFolder) -> None:
     """Rank 1 is killed. Rank 2 is stopped, so it neither leaves its operation nor ends its part of the others'."""
     case = json.dumps({"epochs": 60, "memory": 6, "faults": [[1, "forward", 20, "wait"]]})
@@ -438,9 +441,13 @@ def test_copies_go_on_after_a_loss_that_was_survived(job_folder: JobFolder, endp
 
 
 @pytest.mark.parametrize("kind", ["ddp", "hsdp"])
-def test_a_lost_node_s_state_comes_from_another_node_s_memory(job_folder: JobFolder, endpoint: str, kind: str) -> None:
+def test_a_lost_node_s_state_comes_from_another_node_s_memory(
+    job_folder: JobFolder, endpoint: str, kind: str, torch_lacks: dict[str, str]
+) -> None:
     """Everything of a node is killed at once, and a node that has nothing takes its place. The disk has nothing.
     tests/train/test_train_copies.py does it with FSDP2, again and again."""
+    if kind != "ddp" and torch_lacks["fsdp"]:
+        pytest.skip(torch_lacks["fsdp"])
     line = (*two_nodes(endpoint, 2, "--rdzv-conf", "settle=5"), COPIED, job_folder.folder, kind, "90")
     (job_folder.folder / "hold").touch()  # else the job may be over before the kill
     agents = [job_folder.start(*line) for _ in range(2)]
