@@ -85,7 +85,9 @@ def test_states_in_memory_are_those_of_their_steps_while_training_runs(tmp_path:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 64)).cuda()
     optimizer = torch.optim.Adam(model.parameters())
     digests = {}
-    with ht.Snapshots(tmp_path, every="4 steps", memory_every=2, keep=None) as snaps:
+    with ht.Snapshots(
+        tmp_path, every="4 steps", memory_every=2, options=ht.SnapshotOptions(overlap=True), keep=None
+    ) as snaps:
         state = snaps.track(model=model, optimizer=optimizer)
         snaps.resume()
         for _ in range(13):

@@ -31,6 +31,8 @@ ORDERS: dict[str, Callable[[], Order]] = {
     **{f"random {seed}": lambda seed=seed: at_random(seed) for seed in range(4)},  # type: ignore[misc]
 }
 
+OVERLAP = ht.SnapshotOptions(overlap=True)
+
 
 class Recorded(InProcessStaging):
     """Memory of this process that keeps what was committed."""
@@ -96,7 +98,9 @@ class Job:
         self.device, self.tier = device, tier
         self.model = Net()
         self.optimizer = Stepping(self.model.parameters(), device)
-        self.snaps = ht.Snapshots(folder, **{"every": None, "memory_every": 1, "keep": None, **options})
+        self.snaps = ht.Snapshots(
+            folder, **{"every": None, "memory_every": 1, "keep": None, "options": OVERLAP, **options}
+        )
         self.snaps._streams_of_device = lambda: device
         self.state = self.snaps.track(model=self.model, optimizer=self.optimizer)
         self.snaps.resume()
@@ -294,7 +298,7 @@ def test_a_step_without_hooks_ends_the_overlap(tmp_path: Path, tier: Recorded) -
 
 def test_the_option_overlap_false_takes_no_memory_for_copies(tmp_path: Path, tier: Recorded) -> None:
     device = DeviceDouble(at_random(9))
-    job = Job(tmp_path, device, tier, options=ht.SnapshotOptions(overlap=False))
+    job = Job(tmp_path, device, tier, options=ht.SnapshotOptions())
     with job.snaps:
         kernel(device, job.model.mean, lambda: job.model.mean.data.add_(1))
         job.optimizer.step()

@@ -29,7 +29,9 @@ torch.set_float32_matmul_precision("high")
 model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(DEVICE)
 optimizer = torch.optim.Adam(model.parameters(), fused=ON_GPU)
 inputs = torch.randn(BATCH, WIDTH, device=DEVICE)
-snaps = ht.Snapshots(f"{OUT}/snapshots", every=None, memory_every=EVERY, keep=ht.Keep(last=2))
+snaps = ht.Snapshots(
+    f"{OUT}/snapshots", every=None, memory_every=EVERY, options=ht.SnapshotOptions(overlap=True), keep=ht.Keep(last=2)
+)
 state = snaps.track(model=model, optimizer=optimizer)
 
 

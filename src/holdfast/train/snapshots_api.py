@@ -96,9 +96,10 @@ class SnapshotOptions:
     nonfinite: Literal["report", "stop"] = "report"
     """What follows if a parameter or optimizer value in a save to the disk is nan or infinite. "report": rank 0 warns,
     and the snapshot is marked. "stop": all ranks raise NotFiniteError, and nothing is saved."""
-    overlap: bool = True
+    overlap: bool = False
     """Whether the copy of a state on GPUs overlaps with the next step. It takes memory of the host as large as this
-    rank's part. `save()`, jobs with `copies=1` and functions in `ht.survive` wait for the copy. False: all saves do."""
+    rank's part. `save()`, jobs with `copies=1` and functions in `ht.survive` wait for the copy. False: all saves do.
+    It has not run on a GPU yet."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
