@@ -81,7 +81,13 @@ class Recorder:
     def begin_group(self) -> None:
         """There is a new default group. What an earlier one had not done was given up with it."""
         self._since_ns = time.time_ns()  # the clock of the entries
-        self._seen.update(self._backends())
+        if not hasattr(self._native, MARK_OF_2_15):
+            return
+        try:
+            seen = self._backends()
+        except Exception:  # noqa: BLE001 - names of torch that may change: this is a call of the program's
+            return
+        self._seen.update(seen)
 
     def serve(self, agents_files: str, words: memoryview, slot: int) -> None:
         """Begin to answer. `agents_files` is the folder with the agent's open files in /proc. Does nothing with a torch
