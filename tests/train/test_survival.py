@@ -200,9 +200,12 @@ LATE = [[0, "gradients", 7, "compute"], [2, "boundary", 7, "be late"]]
 """Rank 1 is lost. Rank 0 is interrupted before its optimizer's step; rank 2 completes the step, and keeps its state at
 the time at which it would be interrupted."""
 MICRO_BATCHES = [(1, "optimizer", 7), (2, "forward", 14), (1, "backward", 23)]
+FIRST = [[rank, "gradients", 0, "compute"] for rank in (0, 2)]
+"""These have done the backward pass of the first step, and are interrupted before its end: it is done again."""
 JOBS = {
     "the loop": ({"group": 12}, LOOP, LATE),
     "micro-batches": ({"batch": 2}, MICRO_BATCHES, [[0, "gradients", 7, "compute"]]),
+    "the first step": ({}, [(1, "gradients", 0)], FIRST),
     "saves and loaders": ({"processes": 2, "disk": 12}, SAVES, []),
 }
 

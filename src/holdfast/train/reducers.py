@@ -170,8 +170,10 @@ class Reducers:
 
     def disconnect(self) -> None:
         """Drop all references to the old process group, and the gradients: of a step that is not completed, or views
-        of a reducer's memory."""
-        self._read_orders()
+        of a reducer's memory.
+
+        The orders are those of the last `mark`. If the first step is given up after its backward pass, it is done again
+        with the buckets of a first step (test_survival.py, "the first step")."""
         self._graded = [
             number for number, each in enumerate(self._parameters) if each.grad is not None and not each.grad.is_sparse
         ]
