@@ -160,10 +160,16 @@ class Feed:
         return None
 
     def _take(self, lines: bytes, now: float) -> None:
+        messages: list[bytes] = []
         if self._screen.mark in lines:
-            lines = b"".join(map(self._unmarked, lines.splitlines(keepends=True)))
-        if not lines:
-            return
+            lines = b"".join(self._unmarked(line, messages) for line in lines.splitlines(keepends=True))
+        if lines:
+            self._put(lines, now)
+        # Afterwards: the event loop may call `show` at once, and what came before the message is a greeting.
+        for words in messages:
+            self._on_message(words)
+
+    def _put(self, lines: bytes, now: float) -> None:
         self.last = lines[lines.rfind(b"\n", 0, -1) + 1 :].decode(errors="replace")
         with self._lock:
             if self._early is not None:
@@ -175,11 +181,11 @@ class Feed:
         if self._stream.free or not self._screen.drops:
             self._stream.put(self._screen.edit(lines, self._host, now))
 
-    def _unmarked(self, line: bytes) -> bytes:
-        """The line without a message of far.py, which may follow an unfinished line of a worker."""
+    def _unmarked(self, line: bytes, messages: list[bytes]) -> bytes:
+        """The line without a message of far.py, which may follow an unfinished line of a worker. `messages` gets it."""
         before, mark, words = line.partition(self._screen.mark)
         if mark:
-            self._on_message(words)
+            messages.append(words)
             return before + b"\n" if before else b""
         return line
 
