@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,9 @@ class Reducers:
         """Whether each parameter needed a gradient at the last `mark`."""
         self._unknown = True
         """Whether the order of some module is not known yet."""
+        self._used: set[int] = set()
+        """Numbers of the wrappers that had a forward pass with this reducer before the last `mark`; as long as an order
+        is not known."""
         self._frozen: list[int] = []
         self._graded: list[int] = []
 
@@ -94,9 +97,11 @@ class Reducers:
         """Numbers of the models' parameters that had a gradient when the old world was left."""
         return self._graded
 
-    def _read_orders(self) -> None:
-        """Ask reducers for the orders that are not known yet."""
+    def _read_orders(self, numbers: Collection[int] | None = None) -> None:
+        """Ask reducers for the orders that are not known yet. `numbers`: of these wrappers only."""
         for number, wrapper in enumerate(self._wrappers):
+            if numbers is not None and number not in numbers:
+                continue
             if not self._orders[number] and _makes_other_buckets(wrapper) and "reducer" in wrapper.__dict__:
                 self._orders[number] = torch_private.gradient_order(wrapper)
         pairs = zip(self._orders, self._wrappers, strict=True)
@@ -165,6 +170,7 @@ class Reducers:
             self._frozen = [number for number, needs in enumerate(needing) if not needs]
         if self._unknown:
             self._read_orders()
+            self._used = {number for number, each in enumerate(self._wrappers) if torch_private.was_used(each)}
 
     # --- leaving a world, and entering another -----------------------------------------------------------------------
 
@@ -172,8 +178,11 @@ class Reducers:
         """Drop all references to the old process group, and the gradients: of a step that is not completed, or views
         of a reducer's memory.
 
-        The orders are those of the last `mark`. If the first step is given up after its backward pass, it is done again
-        with the buckets of a first step (test_survival.py, "the first step")."""
+        If a module's first step is given up after its backward pass, it is done again with the buckets of a first step:
+        the order that this pass has found does not count (test_survival.py, "the first step"). That of a static graph
+        is known only after its second step (test_reducers.py, "static twice")."""
+        self._read_orders(self._used)
+        self._used = set()
         self._graded = [
             number for number, each in enumerate(self._parameters) if each.grad is not None and not each.grad.is_sparse
         ]

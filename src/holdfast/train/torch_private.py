@@ -358,6 +358,15 @@ def gradient_order(wrapper: DistributedDataParallel) -> list[int]:
     return order if sorted(order) == list(range(facts.get("num_parameter_tensors", 0))) else []
 
 
+def was_used(wrapper: DistributedDataParallel) -> bool:
+    """Whether the module had a forward pass with its reducer. False if torch does not count them."""
+    try:
+        wrapper.logger.set_runtime_stats_and_log()
+        return int(wrapper._get_ddp_logging_data().get("iteration", 0)) > 0
+    except AttributeError:
+        return False
+
+
 def comm_hooks(wrapper: DistributedDataParallel) -> list[tuple[Any, Any]]:
     """The functions that exchange gradients instead of DDP, with their states."""
     return list(wrapper._comm_hooks)
