@@ -22,6 +22,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from benchmarks.descendants import descendants
+
 PR_SET_CHILD_SUBREAPER = 36
 NOT_HERE = 77
 """Exit code of a part that this machine cannot run; its last note is the reason."""
@@ -118,7 +120,7 @@ def run_part(part: Part, settings: Mapping[str, str], folder: Path, deadline_s: 
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STACKS_S)
     seconds = time.monotonic() - began_s
-    kill_descendants()
+    killdescendants()
     process.wait()
     text = "" if ended is Ended.DONE else output.read_text(errors="replace")[-ERROR_CHARACTERS:]
     return PartResult(part, ended, round(seconds, 2), list(_notes(notes)), text)
@@ -131,10 +133,10 @@ def _notes(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def kill_descendants() -> None:
+def killdescendants() -> None:
     """Kill all processes below this one, by their ids, and wait for their ends."""
     deadline_s = time.monotonic() + END_S
-    while (left := _descendants(os.getpid())) and time.monotonic() < deadline_s:
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline_s:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -147,18 +149,3 @@ def _reap(pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
-
-
-def _descendants(root: int) -> list[int]:
-    """The processes below `root`. By parent ids: not every kernel lists the children of a task."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            children.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
-    found: list[int] = []
-    todo = [root]
-    while todo:
-        fresh = children.get(todo.pop(), [])
-        found += fresh
-        todo += fresh
-    return found

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from benchmarks.descendants import descendants
 from benchmarks.harness import HOLDFAST, POLL_S, BenchmarkError, Launcher, Metric, Row, Sample, launched, stamps, tail
 
 RANKS = 8
@@ -40,7 +41,7 @@ def measure_processes(launcher: Launcher, folder: Path) -> Sample:
     with launched(launcher, flags, "compiled_steps.py", folder, extra=own) as (process, _):
         deadline = time.monotonic() + LIMIT_S
         while process.poll() is None and time.monotonic() < deadline:
-            lines = [line for line in map(_command, _descendants(process.pid)) if line]
+            lines = [line for line in map(_command, descendants(process.pid)) if line]
             workers = max(workers, sum(WORKER in line for line in lines))
             compilers = max(compilers, sum(COMPILER in line[:COMPILER_WITHIN] for line in lines))
             time.sleep(5 * POLL_S)
@@ -53,22 +54,6 @@ def _command(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
-
-
-def _descendants(root: int) -> list[int]:
-    """The processes below `root`, by their parents. Compilers come and go: one that is gone is left out."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = int(path.read_bytes().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found: list[int] = []
-    todo = [root]
-    while todo:
-        fresh = children.get(todo.pop(), [])
-        found += fresh
-        todo += fresh
-    return found
 
 
 ROWS = (
