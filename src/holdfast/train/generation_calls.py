@@ -236,7 +236,7 @@ class GenerationCalls:
         return regroup(self.group, go.generation, self._ranks)
 
     def leave_out_spares(self) -> Peers | None:
-        """Form the first world anew, without the ranks that do not train. All ranks call this. Returns the ranks that
+        """Form the first world again, without the ranks that do not train. All ranks call this. Returns the ranks that
         train; None: this rank is a spare."""
         # Who has come here is in no collective operation of the program any more, which would fail with the group.
         Peers(self.group.rank, self.group.world, dist.PrefixStore("spares", self.group.store)).all_gather(0)

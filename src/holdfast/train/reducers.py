@@ -71,8 +71,8 @@ class Reducers:
         self._unknown = True
         """Whether the order of some module is not known yet."""
         self._used: set[int] = set()
-        """Numbers of the wrappers that had a forward pass with this reducer before the last `mark`; as long as an order
-        is not known."""
+        """Numbers of the wrappers that had a forward pass with this reducer before the last `mark`, while their order
+        was not known."""
         self._frozen: list[int] = []
         self._graded: list[int] = []
 
@@ -170,7 +170,9 @@ class Reducers:
             self._frozen = [number for number, needs in enumerate(needing) if not needs]
         if self._unknown:
             self._read_orders()
-            self._used = {number for number, each in enumerate(self._wrappers) if torch_private.was_used(each)}
+            for number, wrapper in enumerate(self._wrappers):
+                if not self._orders[number] and number not in self._used and torch_private.was_used(wrapper):
+                    self._used.add(number)
 
     # --- leaving a world, and entering another -----------------------------------------------------------------------
 

@@ -119,8 +119,6 @@ class Remaker:
         """The state after the last complete step; None: a loss loses parts of it, or there is no model yet."""
         self._checked = False
         """Whether the function was checked."""
-        self._resumed = 0
-        """The number of states that were taken in this world: each has its messages in the store."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -215,7 +213,6 @@ class Remaker:
         self._enter()
 
     def _enter(self) -> None:
-        self._resumed = 0
         peers = self._calls.enter(self._calls.channel.await_go())
         forget_previous_end()
         self._spare = peers is None
@@ -273,8 +270,9 @@ class Remaker:
         group, replicas, place = self._calls.group, self._replicas, self._snaps.memory_place
         if group.world == 1:
             return
-        self._resumed += 1
-        peers = Peers(group.rank, group.world, dist.PrefixStore(f"steps/{self._resumed}", group.store))
+        # A world may have several calls of resume(): each needs messages of its own.
+        store = dist.PrefixStore("steps", group.store)
+        peers = Peers.meeting(store, group.rank, group.world, call="ht.survive (resume() in its function)")
         answers = peers.all_gather([_identity(place) if replicas is not None else "", secrets.token_hex(8)])
         if replicas is not None and answers[0][0] and all(where == answers[0][0] for where, _ in answers):
             replicas.agree(os.path.join(place, f"{answers[0][1]}.steps"), group.rank, group.world)

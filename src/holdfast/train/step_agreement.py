@@ -5,10 +5,10 @@ one step. Without this, the loss of a rank in the middle of an exchange of gradi
 gradients, which steps, and another one without, which cannot: of neither step all shards would be there.
 
 So a rank enters its optimizer only when all ranks of the world have all their gradients. Each writes the number of its
-step into a file in memory that they share, under a lock. Who finds there that all have written it decides that the step
-is done: from then on every rank that is left completes it, whoever is lost. A rank that leaves its training function
-before that closes the file: then no rank enters its optimizer, and the step before is that of all. The lost rank's
-number counts: it had its gradients, and nobody needs it to go on with theirs.
+step into a file in memory that they share, under a lock. The last rank to write finds the numbers of all others there,
+and decides that the step is done. Then all ranks complete it, except those that are lost. If a rank leaves its training
+function before, it closes the file: no rank enters its optimizer, and the step before is that of all. The number of a
+lost rank counts: it had sent all that the others needed from it.
 
 The wait costs no time of the training: the next collective operation would wait for the same ranks. It is not done over
 several nodes, which share no memory: a message to each other node would cost more than a loss is worth.

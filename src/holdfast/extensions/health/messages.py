@@ -1,4 +1,4 @@
-"""What a node reports about its health, and what it is told about it."""
+"""What a node reports about its health, and what the coordinator answers."""
 
 from __future__ import annotations
 
