@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.ending import UNBOUNDED, Again, Budget, GiveUp, Retry, after_stop, previous_end
+from holdfast.coordinator.ending import UNBOUNDED, Again, Budget, GiveUp, Retry, after_stop, around, previous_end
 from holdfast.coordinator.incident import Incident, Incidents
 from holdfast.coordinator.world import LEFT_MAX, World
+from holdfast.protocol.extension import DeviceFault
 from holdfast.protocol.messages import StopReason
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import Limits
@@ -212,6 +213,27 @@ def test_a_spent_budget_says_so(max_restarts: int, reason: str) -> None:
         assert isinstance(own.charge(f"error {n}", QUICK_S), Retry)
     assert own.charge("one more", HEALTHY_S) == GiveUp(reason)
     assert own.used == max_restarts
+
+
+def test_a_hang_without_a_culprit_is_the_same_whenever_a_device_failed_before_it() -> None:
+    own = budget()
+
+    def judge(evidence: Evidence) -> Verdict:
+        return evidence.verdict("HF241", "; ".join(["all ranks wait in all_reduce", *evidence.devices]), None)
+
+    ends = []
+    for seconds in range(8):
+        world, incident = ended(reason=StopReason.HUNG)
+        world.devices = around([DeviceFault("XID 79 on GPU 3 of node b", world.stop_began_s - seconds)], 11.0)
+        ends.append(after_stop(world, incident, own, judge))
+    assert all(isinstance(end, Again) for end in ends[:7])
+    assert isinstance(ends[7], Outcome)
+    assert ends[7].verdict is not None
+    assert ends[7].verdict.gave_up.startswith("the same error 8 times in a row")
+
+
+def test_hangs_of_two_kinds_are_two_errors() -> None:
+    assert Verdict(code="HF241", cause="x").signature != Verdict(code="HF246", cause="x").signature
 
 
 def test_what_is_nobodys_fault_is_free_but_not_without_pause() -> None:

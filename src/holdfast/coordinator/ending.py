@@ -136,10 +136,9 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
         if world.stop_reason is StopReason.STORE_LOST:
             # Free, but counted: a store that dies at every start would restart the workers for ever
             # (test_what_is_free_gives_up_as_well_if_it_never_changes).
-            decision = budget.pause("the store host died", lived_s)
+            decision = budget.pause(world.stop_reason.value, lived_s)
         elif own or world.stop_reason is StopReason.HUNG:
-            shown = verdict.shown
-            decision = budget.charge(shown.signature if shown else verdict.cause, lived_s)
+            decision = budget.charge(verdict.signature, lived_s)
     if isinstance(decision, Retry):
         return Again(decision.backoff_s, verdict)
     # Once more: why no restart follows is known only now, and belongs to the verdict.

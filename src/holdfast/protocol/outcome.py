@@ -112,6 +112,12 @@ class Verdict(Struct, frozen=True, kw_only=True):
         return self.culprit or self.noticed_by
 
     @property
+    def signature(self) -> str:
+        """Equal for two generations that ended by the same error. The text of the cause does not belong to it: it may
+        contain a time, or the host of a device."""
+        return self.code if self.shown is None else self.shown.signature
+
+    @property
     def victims(self) -> tuple[int, ...]:
         """Ranks whose failure is a consequence of the cause; none if no cause is known."""
         named = self.shown is not None or self.lost_nodes
