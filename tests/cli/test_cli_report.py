@@ -98,6 +98,33 @@ def test_rows_of_the_slowest_node(two_nodes: list[str], capsys: pytest.CaptureFi
     assert second.endswith(" 2 6.250 0.100 0.020 0.010 2.500 0.020 0.030 0.500 9.430 c was lost")
 
 
+@pytest.mark.parametrize(
+    ("reason", "code", "cause", "shown"),
+    [
+        ("worker_failed", "HF205", "rank 3 on b raised KeyError", "rank 3 on b raised KeyError"),
+        ("hung", "HF242", "rank 3 on b is stopped", "rank 3 on b is stopped"),
+        ("worker_failed", "HF200", "the generation ended although no worker failed", "rank 0 on a ended"),
+        ("member_joined", "HF210", "rank 3 on b lost its peers", "rank 0 on a ended"),
+    ],
+)
+def test_a_generation_began_because_of_the_culprit_and_not_of_the_first_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], reason: str, code: str, cause: str, shown: str
+) -> None:
+    folder = journal(
+        tmp_path / "one",
+        begins("a"),
+        {"event": "coordinator.assigned", "generation": 1, "world_size": 4},
+        phases(1),
+        {"event": "coordinator.stopping", "generation": 1, "reason": reason, "text": "rank 0 on a ended"},
+        {"event": "coordinator.verdict", "generation": 1, "code": code, "cause": cause, "advice": ""},
+        {"event": "coordinator.assigned", "generation": 2, "world_size": 4},
+        phases(2),
+    )
+    assert main(["report", "--json", folder]) == 0
+    generations = checked("report", capsys.readouterr().out)["generations"]
+    assert [each["why"] for each in generations] == ["", shown]
+
+
 GENERATION = {"restart_count": 0, "group_rank": 0, "group_world_size": 1, "rank_base": 0, "master": "h:1"}
 
 

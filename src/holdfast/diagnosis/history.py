@@ -18,11 +18,14 @@ from msgspec import Struct
 
 from holdfast.diagnosis.screen import how_it_ended
 from holdfast.protocol.errors import EXIT_REQUEUE, UsageError
+from holdfast.protocol.messages import StopReason
 
 Event = Mapping[str, Any]
 
 PHASES = ("detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step")
 """Phases in their order; docs/report.md explains each."""
+FAILED = frozenset({StopReason.WORKER_FAILED.value, StopReason.HUNG.value})
+"""Reasons of a stop after which a verdict names the rank that failed first."""
 
 
 class Generation(Struct):
@@ -35,8 +38,8 @@ class Generation(Struct):
     began_epoch_s: float = 0.0
     """Time at which the coordinator assigned it or, without its journal, a node first ordered the start of workers."""
     why: str = ""
-    """The reason for the end of the previous generation; empty for the first one, and without the coordinator's
-    journal."""
+    """The reason for the end of the previous generation: the verdict's cause if it failed. Empty for the first one, and
+    without the coordinator's journal."""
     phases_s: dict[str, float] = {}
     """Duration by phase, on the slowest of these nodes; phases that did not occur are missing."""
     slowest_s: float = 0.0
@@ -93,6 +96,7 @@ def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
 def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generation]) -> None:
     """Add one node's events to the timeline."""
     why, silent_s, detect_s, host = "", 0.0, 0.0, ""
+    failed = 0  # the generation that ends by a failure
     standby: Event = {}
     kept: KeptKernels | None = None
     for event in journal:
@@ -113,9 +117,13 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     silent_s = event.get("silent_s", 0.0)
                 case "coordinator.stopping" | "coordinator.draining":
                     why = event.get("text", "")
+                    failed = event.get("generation", 0) if event.get("reason") in FAILED else 0
                     if event.get("reason") == "member_lost":
                         # The journals of the other nodes do not show how long the lost node had been silent.
                         detect_s = silent_s
+                case "coordinator.verdict" if failed and event["generation"] == failed:
+                    # Until now `why` names the rank that was reported first, which may be a victim.
+                    why = event["cause"] if event["code"] != NOBODY_FAILED else why
                 case "coordinator.regroup_begun":
                     generation = _generation(found, event["generation"])
                     generation.world_size, generation.why = event["world_size"], event["text"].partition("; ")[0]
@@ -129,7 +137,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     generation.began_epoch_s = event["time"]
                     if detect_s:
                         generation.phases_s["detect"] = max(generation.phases_s.get("detect", 0.0), detect_s)
-                    why, detect_s = "", 0.0
+                    why, detect_s, failed = "", 0.0, 0
                 case "phases":
                     _add_phases(_generation(found, event["generation"]), event)
                 case "ended":
