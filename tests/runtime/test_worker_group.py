@@ -445,12 +445,27 @@ async def test_a_worker_that_sends_nonsense_is_not_able_any_more() -> None:
     assert told == [(3, SaysReady())] * 4
 
 
+@pytest.mark.parametrize("crew", [{"how": ("2=late",)}], indirect=True)
+async def test_a_first_step_that_is_reported_when_the_next_regroup_has_begun_counts_for_its_generation(
+    crew: Any,
+) -> None:
+    await crew.begin()
+    await crew.lose(0)
+    await crew.regroup(2, 1, 2)
+    await settled(lambda: crew.noted("went_on"))
+    await crew.lose(1)
+    await crew.regroup(3, 2)
+    noted = [(each["generation"], each["local_rank"], each["rank"]) for each in crew.noted("went_on")]
+    assert noted == [(2, 1, 0), (2, 2, 1)], "as rank 1: it is rank 0 of the generation that was formed meanwhile"
+    await crew.end()
+
+
 async def test_a_hundred_generations_leave_nothing_open(crew: Any) -> None:
     await crew.begin()
     await crew.regroup(2, 0, 1, 2)
     before = crew.descriptors()
     for generation in range(3, 103):
-        expected = RANKS * (generation - 2)  # a report that comes when the next one has begun is not noted
+        expected = RANKS * (generation - 2)
         await settled(lambda expected=expected: len(crew.noted("went_on")) == expected)
         await crew.regroup(generation, 0, 1, 2, safe_point=generation % 2)
     assert crew.descriptors() == before

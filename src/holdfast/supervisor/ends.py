@@ -117,6 +117,8 @@ class Worker(Struct):
     """The supervisor's name for it."""
     generation: int
     """The newest generation in which it has a place; 0: it is a replacement that has none yet."""
+    rank: int = -1
+    """Its rank in that generation, if it has joined it from another one; -1: it has not."""
     pid: int = 0
     """Its process; 0: its start is not reported yet."""
     began_s: float = 0.0

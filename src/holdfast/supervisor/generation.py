@@ -320,6 +320,7 @@ class RunningGeneration:
             # Who is not there was killed meanwhile, or is a replacement that comes later.
             if worker.gate == self.number:
                 worker.generation, worker.ready, worker.gate = self.number, False, 0
+                worker.rank = self.rank_of(worker.local_rank)
                 environment = self._environment(self.assign, start, worker)
                 assert self._channel is not None
                 self._channel.send(
@@ -387,11 +388,14 @@ class RunningGeneration:
             case Refuses(why):
                 self._refused(worker, why)
             case WentOn(generation, step, steps_lost, seconds):
-                if generation == self.number:
+                # The next regroup may have begun meanwhile: the step was done, and its place is that of its generation.
+                if generation == worker.generation and worker.rank >= 0:
+                    place = {"generation": generation, "local_rank": local_rank, "rank": worker.rank}
                     fields = {"step": step, "steps_lost": steps_lost, "seconds": seconds}
-                    self._journal.write("went_on", **self._place(worker), **fields)
+                    self._journal.write("went_on", **place, **fields)
                     worker.stepped = generation
-                    if all(each.stepped == generation for each in self._workers.values() if each.generation):
+                    all_stepped = all(each.stepped == generation for each in self._workers.values() if each.generation)
+                    if generation == self.number and all_stepped:
                         self._phases.went_on()
 
     def _on_invalid(self, local_rank: int) -> None:

@@ -2,7 +2,8 @@
 
 Arguments: RANK=WORD …, how a local rank behaves: `deaf` never comes to the gate, `starved` neither, since it computes
 beside another process on one processor; `refuses` says that it cannot go on, `returns` that its function has returned;
-`family` has a child that outlives it. A replacement behaves well. Prints a line for each thing that it does.
+`family` has a child that outlives it; `late` says that it went on when the next regroup has begun. A replacement
+behaves well. Prints a line for each thing that it does.
 """
 
 import json
@@ -37,6 +38,10 @@ def tell(**message):
     channel.send(json.dumps(message).encode())
 
 
+def went_on(generation):
+    tell(**{"is": "went_on", "generation": generation, "step": 7, "steps_lost": 0, "seconds": 0.1})
+
+
 say("up", place())
 generation = 0
 tell(**({"is": "ready"} if replacement else {"is": "able", "generation": 0}))
@@ -57,10 +62,13 @@ while packet := channel.recv(65536):
         elif word == "returns":
             tell(**{"is": "unable"})
         else:
+            if word == "late" and generation:
+                went_on(generation)
             tell(**{"is": "gate", "generation": message["generation"]})
     else:
         os.environ.update(message["environment"])
         generation = message["generation"]
         say("goes on", generation, place())
         tell(**{"is": "able", "generation": generation})
-        tell(**{"is": "went_on", "generation": generation, "step": 7, "steps_lost": 0, "seconds": 0.1})
+        if word != "late":
+            went_on(generation)
