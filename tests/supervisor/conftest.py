@@ -118,6 +118,7 @@ class PreloadedScript:
         *modules: str,
         later: tuple[str, ...] = (),
         threads: int = 1,
+        later_s: float = 1000.0,
         standby: int = 0,
         env_set: dict[str, str] | None = None,
     ) -> None:
@@ -128,6 +129,7 @@ class PreloadedScript:
                 "env_set": {"OMP_NUM_THREADS": str(threads), **(env_set or {})},
                 "modules": list(modules),
                 "later": list(later),
+                "later_s": later_s,
                 "standby": standby,
                 "worker": {"argv": self.argv(), "first_path": str(self.folder)},
             }

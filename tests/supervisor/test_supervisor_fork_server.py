@@ -376,10 +376,10 @@ LATE = """
 ASKS = "import heavy, sys\nprint('late' in sys.modules)"
 
 
-async def importing(preloaded: Any, *later: str, standby: int = 0) -> int:
+async def importing(preloaded: Any, *later: str, **options: Any) -> int:
     """The pid of the next fork server, in the middle of its imports. A worker has run."""
     preloaded.write("asks.py", ASKS)
-    preloaded.start_fork_server("heavy", later=later or ("late",), standby=standby)
+    preloaded.start_fork_server("heavy", later=later or ("late",), **options)
     preloaded.spawn("first", "asks.py")
     await preloaded.end_of("first")
     path = preloaded.folder / "late_pid"
@@ -484,6 +484,20 @@ async def test_one_that_is_killed_while_it_imports_is_reported_and_the_first_one
     preloaded.spawn("a", "asks.py")
     assert await preloaded.end_of("a") == [0]
     assert forked(preloaded, "a")
+
+
+async def test_one_that_hangs_is_reported_once_and_takes_its_place_if_it_goes_on(preloaded: Any) -> None:
+    go_on = slow_import(preloaded, "late", LATE)
+    following = await importing(preloaded, later_s=0.1)
+    await preloaded.until(lambda: len(preloaded.told) > 1)
+    who = f"late: the process that imports for restarts (pid {following})"
+    assert preloaded.told[1] == f"{who} is not ready after 0.1 s; workers import this themselves until it is"
+    preloaded.spawn("a", "asks.py")
+    assert await preloaded.end_of("a") == [0]
+    assert forked(preloaded, "a")
+    go_on()
+    await replaced(preloaded)
+    assert len(preloaded.told) == 3, preloaded.told
 
 
 async def test_one_that_is_suspended_delays_no_worker_and_ends_with_the_supervisor(preloaded: Any) -> None:

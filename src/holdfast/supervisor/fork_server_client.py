@@ -88,11 +88,13 @@ class Fork:
 class Next:
     """The next fork server, while it imports."""
 
-    def __init__(self, pid: int, sock: socket.socket) -> None:
+    def __init__(self, pid: int, sock: socket.socket, late_at_s: float) -> None:
         self.pid = pid
         self.sock = sock
         self.unfit = False
         """It has reported a module that cannot be forked, and ends."""
+        self.late_at_s = late_at_s
+        """The time at which it is reported that it is still not ready (monotonic s); inf: that was reported."""
 
 
 class ForkServerClient:
@@ -167,10 +169,13 @@ class ForkServerClient:
 
     def due_in_s(self) -> float:
         """Seconds until `tick` is due; inf: it is not."""
-        return self._prepare_at_s - time.monotonic()
+        late_at_s = self._next.late_at_s if self._next is not None else inf
+        return min(self._prepare_at_s, late_at_s) - time.monotonic()
 
     def tick(self) -> None:
-        """Fork the standbys and the next fork server when they are due."""
+        """Fork the standbys and the next fork server when they are due, and report a next one that may hang."""
+        if self._next is not None and time.monotonic() >= self._next.late_at_s:
+            self._report_late(self._next)
         if time.monotonic() < self._prepare_at_s:
             return
         self._prepare_at_s = inf
@@ -362,7 +367,8 @@ class ForkServerClient:
     def _next_forked(self, fork: Fork, pid: int) -> None:
         """The socket of the request is its control socket from now on."""
         del self._forks[fork.ours.fileno()]
-        self._next = Next(pid, fork.ours)
+        assert self._order is not None
+        self._next = Next(pid, fork.ours, time.monotonic() + self._order["later_s"])
         self._forked({"key": KEY, "service": True}, pid)
 
     def _read_reports_of_next(self) -> None:
@@ -418,6 +424,14 @@ class ForkServerClient:
         self._report_problem(
             f"{names}: the process that imports for restarts ended with exit code {exit_code}", "left out"
         )
+
+    def _report_late(self, following: Next) -> None:
+        """It may hang, or its imports are slow. It is not ended: no worker waits for it."""
+        following.late_at_s = inf
+        assert self._order is not None
+        who = f"the process that imports for restarts (pid {following.pid})"
+        text = f"{', '.join(self._later)}: {who} is not ready after {self._order['later_s']:g} s"
+        self._report_problem(text, "workers import this themselves until it is")
 
     def _end_next(self) -> None:
         """End the next fork server, because the present one is gone."""

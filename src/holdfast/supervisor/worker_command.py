@@ -90,6 +90,9 @@ def _fill_in(argument: str, local_rank: int) -> str:
 
 FOLDER = str(Path(__file__).resolve().parents[1] / "worker")
 """The folder of the fork server's program."""
+IMPORT_S = 120.0
+"""Time after which the agent is told that imports for restarts are not done (s). torch._inductor takes 3 s, and 40 s on
+a machine with ten busy processes per core."""
 
 
 def begin(supervisor: SupervisorHandle, options: RunOptions) -> None:
@@ -120,6 +123,7 @@ def order_for(options: RunOptions, environ: Mapping[str, str]) -> seqpacket.Mess
         "env_set": common_environment(options, environ),
         "modules": list(options.preload.modules),
         "later": list(options.preload.later),
+        "later_s": IMPORT_S,
         "standby": options.nproc if options.standby else 0,
         "worker": {"argv": worker_argv(options, 0), "first_path": first_path(options)},
     }
