@@ -5,8 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -200,6 +203,19 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(MissingPackageError, match=r"holdfast\[dashboard\]"):
         module.check_packages()
+
+
+@pytest.mark.parametrize("source", ["raise ImportError('no click')", "import nothing_of_that_name", "def"])
+def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path, source: str) -> None:
+    (tmp_path / "uvicorn").mkdir()
+    (tmp_path / "uvicorn" / "__init__.py").write_text(source)
+    line = [sys.executable, "-m", "holdfast", "dashboard", "--no-open"]
+    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == MissingPackageError.exit_code
+    (text,) = done.stderr.splitlines()
+    assert MissingPackageError.code in text
+    assert "uvicorn is installed and cannot be imported" in text
+    assert text.endswith("pip install --force-reinstall 'holdfast[dashboard]'")
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import pytest
 
@@ -120,6 +120,7 @@ IMPORTS = ("json", "signal", "subprocess")
 """Imported by a script that names them."""
 
 Note = dict[str, Any]
+T = TypeVar("T")
 
 
 def holdfast(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -185,7 +186,7 @@ class Agent:
         self.process.send_signal(signum)
 
     def says(self, text: str, limit_s: float = WAIT_S) -> None:
-        until(lambda: text in self.text, lambda: f"{text!r} on the screen:\n{self.text}", limit_s)
+        while_running(lambda: text in self.text, self, limit_s=limit_s)
 
     @property
     def begun(self) -> bool:
@@ -206,6 +207,22 @@ class Agent:
         path = self.folder / "events.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [each for each in map(json.loads, lines) if each["event"].endswith(name)]
+
+
+def while_running(condition: Callable[[], T], *agents: Agent, limit_s: float = WAIT_S) -> T:
+    """`until`, for what happens while these agents run: fails with their screens as soon as one of them has ended."""
+
+    def screens() -> str:
+        return "\n".join(agent.text for agent in agents)
+
+    def looked() -> T:
+        ended = [agent for agent in agents if agent.process.poll() is not None]
+        value = condition()  # after that look: it may have come true just before the end
+        if ended and not value:
+            pytest.fail(f"{len(ended)} of {len(agents)} agents ended meanwhile:\n{screens()}")
+        return value
+
+    return until(looked, screens, limit_s)
 
 
 PROGRAM = (sys.executable, "-m", "holdfast.run")

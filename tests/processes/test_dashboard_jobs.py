@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import descendants
-from tests.processes.conftest import Agent, JobFolder, c10d, holdfast
+from tests.processes.conftest import Agent, JobFolder, c10d, holdfast, while_running
 from tests.support.limits import limit_s, until
 from tests.support.pages import Visitor, browsing
 
@@ -116,6 +116,21 @@ def test_a_killed_dashboard_comes_back_and_a_stopped_one_stalls_nothing(job_fold
     assert holdfast("kill").returncode == 0
     assert agent.end() == 137
     job_folder.all_gone()
+
+
+def test_a_job_whose_dashboard_cannot_be_imported_says_once_what_to_install(job_folder: JobFolder) -> None:
+    (job_folder.folder / "uvicorn").mkdir()
+    (job_folder.folder / "uvicorn" / "__init__.py").write_text("raise ImportError('no click')")
+    script = job_folder.script("until_said = open('go on')\nuntil_said.read()")
+    os.mkfifo(job_folder.folder / "go on")
+    line = ("--standalone", "--dashboard=0", script)
+    agent = job_folder.start(*line, env={"PYTHONPATH": str(job_folder.folder)})
+    agent.says("no dashboard: uvicorn is installed and cannot be imported (ImportError: no click): pip install")
+    while_running(lambda: agent.events("dashboard_ended"), agent)
+    (job_folder.folder / "go on").write_text("")
+    assert agent.end() == 0, agent.text
+    assert agent.text.count("no dashboard") == 1
+    assert len(agent.events("dashboard_ended")) == 1
 
 
 def test_a_job_that_fails_while_a_page_watches_tells_why(job_folder: JobFolder) -> None:

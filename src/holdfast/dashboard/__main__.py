@@ -6,6 +6,7 @@ Descriptor 3 is the socket to the agent, 4 the listening socket. Messages (seqpa
                    {"do": "finish", "outcome"}                 the job has ended: the browsers get this
     here → agent   {"is": "up"}                                it serves
                    {"is": "used"}                              the login link was used
+                   {"is": "unusable", "text"}                  it cannot run here: a package cannot be imported
                    {"is": "fault", "text"}                     a fault of ours ends this process
 """
 
@@ -23,8 +24,8 @@ import msgspec
 from holdfast import seqpacket
 from holdfast.dashboard.feed import JobFeeds
 from holdfast.dashboard.job_source import ShownJob
-from holdfast.dashboard.web_app import serve
-from holdfast.extensions.dashboard.credentials import LISTENING_FD, Credentials
+from holdfast.extensions.dashboard.credentials import LISTENING_FD, Credentials, import_packages
+from holdfast.protocol.errors import MissingPackageError
 from holdfast.protocol.outcome import Outcome
 from holdfast.supervisor.service_process import CONTROL_FD
 
@@ -48,13 +49,18 @@ def main() -> None:
     first = seqpacket.receive(control)
     if first is not None:
         try:
+            import_packages()
             asyncio.run(_serve(control, first[0]))
+        except MissingPackageError as error:
+            _send(control, "unusable", text=str(error))
         except BaseException:
             _send(control, "fault", text=traceback.format_exc()[-TEXT_CHARACTERS_MAX:])
             raise
 
 
 async def _serve(control: socket.socket, about: seqpacket.Message) -> None:
+    from holdfast.dashboard.web_app import serve  # lazily: its packages may not be there
+
     source = ShownJob(about["folder"] or about["run_id"], [about["folder"]], pid=about["agent"])
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     outcome: Outcome | None = None

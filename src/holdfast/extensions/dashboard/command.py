@@ -41,12 +41,12 @@ def main_dashboard(argv: Sequence[str]) -> int:
     from threading import Thread
 
     from holdfast.cli.resolve import serving_place
-    from holdfast.extensions.dashboard.credentials import Credentials, check_packages, login_link
+    from holdfast.extensions.dashboard.credentials import Credentials, import_packages, login_link
     from holdfast.listening import bind_named
     from holdfast.text import is_loopback
 
     chosen = dashboard_parser().parse_args(argv)
-    check_packages()
+    import_packages()
     try:
         place = serving_place(chosen.port)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from importlib import import_module
 from importlib.util import find_spec
 
 import msgspec
@@ -13,12 +14,28 @@ from holdfast.protocol.options import Endpoint
 
 LISTENING_FD = 4
 """Its listening socket, beside a job."""
+MODULES = ("starlette.applications", "starlette.responses", "uvicorn", "uvicorn.protocols.http.h11_impl")
+"""What its server is made of. uvicorn loads the last one only when it serves."""
+INSTALL = "pip install 'holdfast[dashboard]'"
 
 
 def check_packages() -> None:
     """Raises MissingPackageError where the dashboard cannot run."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise MissingPackageError("the dashboard needs starlette and uvicorn: pip install 'holdfast[dashboard]'")
+        raise MissingPackageError(f"the dashboard needs starlette and uvicorn: {INSTALL}")
+
+
+def import_packages() -> None:
+    """Import them, in the dashboard's own process. Raises MissingPackageError, also for a package that is installed and
+    cannot be imported."""
+    check_packages()
+    for name in MODULES:
+        try:
+            import_module(name)
+        except Exception as error:  # half an installation may raise anything
+            package, why = name.partition(".")[0], f"{type(error).__name__}: {error}".partition("\n")[0]
+            again = INSTALL.replace("install", "install --force-reinstall")
+            raise MissingPackageError(f"{package} is installed and cannot be imported ({why}): {again}") from error
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):

@@ -124,5 +124,8 @@ class OnNode(NodeExtension):
     def _on_packet(self, packet: seqpacket.Message) -> None:
         if packet.get("is") == "used":
             self._credentials = msgspec.structs.replace(self._credentials, token="")
+        elif packet.get("is") == "unusable":
+            self._starts = STARTS_MAX + 1  # another one would end in the same way
+            self.node.say(f"no dashboard: {packet.get('text')}")
         elif packet.get("is") == "fault":
             self.node.write("observer_fault", what=DASHBOARD, error=str(packet.get("text")))
