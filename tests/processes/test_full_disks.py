@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import LACKS, Agent, JobFolder, SmallDisk
+from tests.processes.conftest import LACKS, Agent, JobFolder, SmallDisk, holdfast
 from tests.support import breaking_disks
 from tests.support.breaking_disks import FAULTS
 from tests.support.limits import limit_s
@@ -279,3 +279,15 @@ def test_temporary_folders_that_take_nothing_end_no_job(tmp_path: Path, place: s
     assert done.stderr.rstrip().endswith("ValueError: bad row 17")
     (folder,) = (tmp_path / "state" / "holdfast" / "runs").iterdir()
     assert (folder / "verdict.json").is_file()
+
+
+def test_the_doctor_sees_that_the_temporary_folder_is_full(
+    disk: SmallDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('not this time')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(disk.path))
+    disk.fill_and_take_inodes()
+    told = holdfast("doctor")
+    assert f"HF519 {disk.path} cannot be written: No space left on device" in told.stdout

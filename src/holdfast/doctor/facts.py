@@ -94,6 +94,15 @@ def ephemeral_ports(root: Path = ROOT) -> tuple[int, int] | None:
     return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(str.isdecimal, words)) else None
 
 
+def temporary_folder(environ: Mapping[str, str]) -> str:
+    """The folder in which programs put temporary files. Not `tempfile.gettempdir()`: it passes over a folder that is
+    full or cannot be written, and that is what is to be found out."""
+    return next((environ[name] for name in TEMPORARY if environ.get(name)), "/tmp")
+
+
+TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+
+
 def folder_facts(path: str) -> Folder:
     """Free space on its file system, and why the folder is not writable; for a missing folder, of its parent."""
     there = path
@@ -201,7 +210,7 @@ class FactsRequest(NamedTuple):
 async def gather_facts(asked: FactsRequest) -> LocalFacts:
     """Gather all facts. Never raises because of a faulty machine, and ends within the longest of its time limits."""
     host = socket.gethostname()
-    paths = [path for path in (asked.log_dir, tempfile.gettempdir()) if path]
+    paths = [path for path in (asked.log_dir, temporary_folder(asked.environ)) if path]
     began = time.monotonic()
 
     async def own_name() -> tuple[tuple[str, ...], str, float]:

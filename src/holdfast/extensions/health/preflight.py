@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,15 @@ from msgspec import structs
 
 from holdfast.detached import run_detached
 from holdfast.doctor import DoctorFinding, Level, LocalFacts
-from holdfast.doctor.facts import FactsRequest, GpuCheck, folder, gather_facts, machine_facts, machine_state
+from holdfast.doctor.facts import (
+    FactsRequest,
+    GpuCheck,
+    folder,
+    gather_facts,
+    machine_facts,
+    machine_state,
+    temporary_folder,
+)
 from holdfast.doctor.gpu_full import full_traits
 from holdfast.doctor.local import (
     clock,
@@ -71,9 +78,7 @@ async def check_node(options: RunOptions, host: str) -> Preflight:
 
 
 async def _quick_facts(options: RunOptions, host: str) -> LocalFacts:
-    # Python goes on with another folder where this one cannot be written, but other programs do not.
-    temporary = os.environ.get("TMPDIR") or tempfile.gettempdir()
-    paths = [path for path in (options.logs.log_dir, temporary) if path]
+    paths = [path for path in (options.logs.log_dir, temporary_folder(os.environ)) if path]
     state, shm, *others = await asyncio.gather(machine_state(), *map(folder, ("/dev/shm", *paths)))
     machine = await run_detached(lambda: machine_facts(host, ""))  # it loads psutil, and reads many files
     visible = {name: os.environ[name] for name in VISIBLE if name in os.environ}
