@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from holdfast.protocol.errors import JoinTimeoutError
 from holdfast.protocol.outcome import OutcomeKind
 from holdfast.torchrun_handler.member import BACKEND, FormedGeneration, HandlerMembership, OverError, options_from
+from holdfast.train.store_server import open_store
 
 CONNECT_S = 3.0
 """Limit of one attempt to connect to a generation's store. Between attempts the handler checks whether the generation
@@ -36,21 +37,6 @@ STORE_S_MAX = 300.0
 """Limit of one operation on the store: torch's default."""
 
 log = logging.getLogger(__name__)
-
-
-def _store_on(fd: int, port: int) -> Store:
-    """A store on a socket that already listens, and that the store owns from now on."""
-    given = {
-        "is_master": True,
-        "wait_for_workers": False,
-        "timeout": timedelta(seconds=STORE_S_MAX),
-        "master_listen_fd": fd,
-    }
-    try:
-        return TCPStore("127.0.0.1", port, **given)
-    except NotImplementedError:
-        # torch 2.6: the store of libuv can be given no socket. The older one can, and serves the same clients.
-        return TCPStore("127.0.0.1", port, **given, use_libuv=False)
 
 
 class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's types are skipped
@@ -106,7 +92,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
         """Open the generation's store; None: the generation was given up meanwhile. Raises
         RendezvousConnectionError."""
         if formed.listening is not None:  # this node hosts the store, at the port that was announced
-            return _store_on(formed.listening.detach(), formed.master_port)
+            return open_store(TCPStore, formed.listening.detach())
         while True:
             try:
                 store = TCPStore(

@@ -4,7 +4,8 @@
 
 Importing the package costs nothing: the public names load what they need on first use (PEP 562). docs/train.md shows
 them at work. Types that a script is given and does not make are in their modules (`holdfast.train.group.ProcessGroup`).
-This is the only package of holdfast that imports torch, and no other package of holdfast imports it.
+Beside the handler for torchrun it is the only package of holdfast that imports torch. Who may import it is listed in
+pyproject.toml.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def serve(control: socket.socket) -> None:
             continue
         if store_class is not None:
             try:
-                served.append(_open_store(store_class, fds[0]))
+                served.append(open_store(store_class, fds[0]))
                 fault = ""
             except Exception as error:  # noqa: BLE001 - as above
                 fault = f"{type(error).__name__}: {error}"
@@ -86,8 +86,8 @@ def serve(control: socket.socket) -> None:
         control.sendall(json.dumps(answer).encode())
 
 
-def _open_store(store_class: Any, fd: int) -> Any:
-    """A store on a socket that already listens, and that the store owns from now on."""
+def open_store(store_class: Any, fd: int) -> Any:
+    """A store on a socket that already listens, and that the store owns from now on. `store_class`: torch's."""
     with socket.socket(fileno=os.dup(fd)) as listening:
         port = listening.getsockname()[1]
         host = "127.0.0.1" if listening.family == socket.AF_INET else "localhost"
