@@ -17,8 +17,16 @@ import psutil
 import pytest
 
 from holdfast.protocol.errors import EXIT_REQUEUE
-from tests.processes.conftest import Agent, JobFolder, WarmAgents, c10d, coordinators_first, holdfast, told
-from tests.support.limits import until
+from tests.processes.conftest import (
+    Agent,
+    JobFolder,
+    WarmAgents,
+    c10d,
+    coordinators_first,
+    holdfast,
+    told,
+    while_running,
+)
 
 SURVIVOR = Path(__file__).parents[1] / "train" / "scripts" / "survivor.py"
 SHARDED = SURVIVOR.with_name("sharded.py")
@@ -65,7 +73,7 @@ def safe_point_is_agreed(agents: Sequence[Agent]) -> bool:
 
 def joined_by_a_replacement(job_folder: JobFolder, *agents: Agent, waits_in: int) -> None:
     """A rank waits in this step until it is agreed where the replacement joins. The job ends well."""
-    until(lambda: safe_point_is_agreed(agents), lambda: agents[0].text, LIMIT_S)
+    while_running(lambda: safe_point_is_agreed(agents), *agents, limit_s=LIMIT_S)
     (job_folder.folder / f"go on after {waits_in}").touch()
     for agent in agents:
         assert agent.end(LIMIT_S) == 0, agent.text
@@ -125,9 +133,9 @@ def test_a_spare_ends_with_the_others_though_a_replacement_is_about_to_join(job_
     case["faults"] = [[1, "backward", 3], [0, "end of an epoch", 8, "wait"]]
     line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "1", SHARDED)
     agent = job_folder.start(*line, job_folder.folder, json.dumps(case))
-    until((job_folder.folder / "fault.1").exists, lambda: agent.text, LIMIT_S)
+    while_running((job_folder.folder / "fault.1").exists, agent, limit_s=LIMIT_S)
     (job_folder.folder / "go on after 0").touch()
-    until(lambda: safe_point_is_agreed([agent]), lambda: agent.text, LIMIT_S)
+    while_running(lambda: safe_point_is_agreed([agent]), agent, limit_s=LIMIT_S)
     (job_folder.folder / "go on after 8").touch()
     assert agent.end(LIMIT_S) == 0, agent.text
     assert len(list(agent.folder.glob("attempt_*"))) == 1
@@ -146,8 +154,10 @@ def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
     case["faults"] = [[1, "backward", 37], [0, "build again", 0, "wait"]]
     line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "1", SHARDED)
     agent = job_folder.start(*line, job_folder.folder, json.dumps(case))
-    until((job_folder.folder / "fault.1").exists, lambda: agent.text, LIMIT_S)
-    status = until(lambda: (seen := told("status", agent.folder.name))["spares"] and seen, lambda: agent.text, LIMIT_S)
+    while_running((job_folder.folder / "fault.1").exists, agent, limit_s=LIMIT_S)
+    status = while_running(
+        lambda: (seen := told("status", agent.folder.name))["spares"] and seen, agent, limit_s=LIMIT_S
+    )
     (waits,) = [rank for node in status["nodes"] for rank in node["ranks"] if rank["stage"] == "spare"]
     assert [waits["rank"]] == status["spares"] == [2]
     why = "rank 2 waits as a spare: ht.survive(ranks=…) uses fewer than the 3 ranks that are there"
@@ -159,22 +169,20 @@ def test_a_spare_is_seen_with_the_reason(job_folder: JobFolder) -> None:
 
 @pytest.mark.usefixtures("meshes_made_again")
 def test_a_stopped_rank_of_a_sharded_model_keeps_no_other_from_going_on(job_folder: JobFolder) -> None:
-    """Rank 1 is killed. Rank 2 is stopped, so it neither leaves its operation nor ends its part of the others'."""
-    case = json.dumps({"epochs": 60, "memory": 6, "faults": [[1, "forward", 20, "wait"]]})
+    """Rank 1 is killed. Rank 2 is stopped, so it neither leaves its operation nor ends its part of the others'. No
+    replacement is ready before the two ranks that are left have trained to the end."""
+    case = json.dumps({"epochs": 4, "memory": 6, "replacements wait": True, "faults": [[1, "forward", 20, "wait"]]})
     line = ("--standalone", "--nproc-per-node", "4", "--preload", "torch", "--max-restarts", "2", SHARDED)
     agent = job_folder.start(*line, job_folder.folder, case)
-    until((job_folder.folder / "fault.0").exists, lambda: agent.text, LIMIT_S)
+    while_running((job_folder.folder / "fault.0").exists, agent, limit_s=LIMIT_S)
     pids = {each["local_rank"]: each["pid"] for each in agent.events("worker_started")}
     os.kill(pids[2], signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
     assert agent.end(LIMIT_S) == 0, agent.text
-    found = ends(job_folder, 4)
-    processes = [{process for process, *_ in each["calls"]} for each in found]
-    assert processes[0] == {pids[0]}, agent.text
-    assert processes[3] == {pids[3]}, agent.text
-    assert [world for _, _, world, *_ in found[0]["calls"]][:2] == [4, 2], agent.text
-    assert [(step, source) for *_, step, source, _ in found[0]["calls"]][1] == (18, "memory")
-    assert len({str(each["parameters"]) for each in found}) == 1
+    found = [json.loads((job_folder.folder / f"end.{local_rank}").read_text()) for local_rank in (0, 3)]
+    calls = [[(process, world, step, source) for process, _, world, step, source, _ in each["calls"]] for each in found]
+    assert calls == [[(pids[rank], 4, 0, ""), (pids[rank], 2, 18, "memory")] for rank in (0, 3)], agent.text
+    assert found[0]["parameters"] == found[1]["parameters"]
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
@@ -239,7 +247,7 @@ def test_the_others_go_on_when_the_coordinators_node_is_lost(job_folder: JobFold
     lost = start(0)
     lost.says("waiting: 1 of 2 to 3 nodes are here")
     others = [start(number) for number in (1, 2)]
-    until((job_folder.folder / "fault.0").exists, lambda: lost.text, LIMIT_S)
+    while_running((job_folder.folder / "fault.0").exists, lost, limit_s=LIMIT_S)
     assert lost.events("coordinator.started")
     kill_all_of(lost)
     for agent in others:
@@ -273,14 +281,14 @@ def three_waiting(
     agents = [start(0)]
     agents[0].says("waiting: 1 of 1 to 3 nodes are here")
     agents += [start(number) for number in (1, 2)]
-    until((job_folder.folder / "fault.0").exists, lambda: agents[waits].text, LIMIT_S)
+    while_running((job_folder.folder / "fault.0").exists, *agents, limit_s=LIMIT_S)
     return agents
 
 
 @pytest.mark.parametrize("leaver", [0, 2], ids=["the coordinator's", "another"])
 def test_a_node_that_leaves_ends_no_other_process(job_folder: JobFolder, endpoint: str, leaver: int) -> None:
     agents = three_nodes(job_folder, endpoint, leaver)
-    until(lambda: safe_point_is_agreed(agents), lambda: agents[0].text, LIMIT_S)
+    while_running(lambda: safe_point_is_agreed(agents), *agents, limit_s=LIMIT_S)
     (job_folder.folder / "go on after 20").touch()
     assert agents[leaver].end(LIMIT_S) == EXIT_REQUEUE, agents[leaver].text
     others = [number for number in range(3) if number != leaver]
@@ -298,7 +306,7 @@ def test_a_node_that_leaves_ends_no_other_process(job_folder: JobFolder, endpoin
 def test_a_node_that_leaves_a_sharded_model_saves_its_part_for_the_others(job_folder: JobFolder, endpoint: str) -> None:
     """Its memory goes with it, so the ranks save to the disk at the safe point, and no step is lost."""
     agents = three_nodes(job_folder, endpoint, 2, script=SHARDED, steps=20, memory=100)
-    until(lambda: safe_point_is_agreed(agents), lambda: agents[0].text, LIMIT_S)
+    while_running(lambda: safe_point_is_agreed(agents), *agents, limit_s=LIMIT_S)
     (job_folder.folder / "go on after 20").touch()
     assert agents[2].end(LIMIT_S) == EXIT_REQUEUE, agents[2].text
     found = others_of_sharded(job_folder, agents[:2])
@@ -332,7 +340,7 @@ def others_of_sharded(job_folder: JobFolder, agents: Sequence[Agent]) -> list[di
 def test_a_node_that_is_killed_while_it_leaves_is_lost_and_no_more(job_folder: JobFolder, endpoint: str) -> None:
     """Its rank has not done the step that the others wait for."""
     agents = three_nodes(job_folder, endpoint, 2)
-    until(lambda: safe_point_is_agreed(agents), lambda: agents[0].text, LIMIT_S)
+    while_running(lambda: safe_point_is_agreed(agents), *agents, limit_s=LIMIT_S)
     kill_all_of(agents[2])
     for agent in agents[:2]:
         assert agent.end(LIMIT_S) == 0, agent.text
@@ -346,7 +354,7 @@ def test_a_worker_that_is_killed_while_another_node_leaves_is_replaced_at_no_cos
 ) -> None:
     """As it was when all were stopped for that node. No restart is allowed here."""
     agents = three_nodes(job_folder, endpoint, 2)
-    until(lambda: safe_point_is_agreed(agents), lambda: agents[0].text, LIMIT_S)
+    while_running(lambda: safe_point_is_agreed(agents), *agents, limit_s=LIMIT_S)
     os.kill(agents[1].events("worker_started")[0]["pid"], signal.SIGKILL)
     assert agents[2].end(LIMIT_S) == EXIT_REQUEUE, agents[2].text
     for agent in agents[:2]:
@@ -360,7 +368,7 @@ def test_where_too_few_are_left_all_save_at_the_safe_point_and_start_again(
     job_folder: JobFolder, endpoint: str
 ) -> None:
     agents = three_nodes(job_folder, endpoint, 2, "--min-ranks", "3")
-    until(lambda: any(agent.events("coordinator.drain_to") for agent in agents), "a safe point is agreed", LIMIT_S)
+    while_running(lambda: any(agent.events("coordinator.drain_to") for agent in agents), *agents, limit_s=LIMIT_S)
     (job_folder.folder / "go on after 20").touch()
     assert agents[2].end(LIMIT_S) == EXIT_REQUEUE, agents[2].text
     for agent in agents[:2]:
@@ -393,7 +401,9 @@ def steps_of(job_folder: JobFolder, rank: int) -> list[list[Any]]:
 
 
 def saver_of(agent: Agent) -> psutil.Process:
-    return psutil.Process(until(lambda: agent.find_below("holdfast.train.snapshots.saver"), "a saver", LIMIT_S))
+    return psutil.Process(
+        while_running(lambda: agent.find_below("holdfast.train.snapshots.saver"), agent, limit_s=LIMIT_S)
+    )
 
 
 def test_a_newcomer_s_saver_may_die_while_it_fetches(job_folder: JobFolder, endpoint: str) -> None:
@@ -401,14 +411,14 @@ def test_a_newcomer_s_saver_may_die_while_it_fetches(job_folder: JobFolder, endp
     line = (*two_nodes(endpoint, 1, "--rdzv-conf", "settle=5"), COPIED, job_folder.folder, "ddp", "60")
     (job_folder.folder / "hold").touch()
     agents = [job_folder.start(*line) for _ in range(2)]
-    until(lambda: len(steps_of(job_folder, 1)) > 20, "the job trains", LIMIT_S)
+    while_running(lambda: len(steps_of(job_folder, 1)) > 20, *agents, limit_s=LIMIT_S)
     stays, lost = coordinators_first(agents)
     giver = saver_of(stays)
     giver.suspend()
     kill_all_of(lost)
     (job_folder.folder / "hold").unlink()
     newcomer = job_folder.start(*line)
-    until(lambda: newcomer.begun and newcomer.events("worker_started"), "its worker starts", LIMIT_S)
+    while_running(lambda: newcomer.begun and newcomer.events("worker_started"), newcomer, limit_s=LIMIT_S)
     saver_of(newcomer).kill()  # it fetches
     giver.resume()
     for agent in (stays, newcomer):
@@ -451,7 +461,7 @@ def test_a_lost_node_s_state_comes_from_another_node_s_memory(
     line = (*two_nodes(endpoint, 2, "--rdzv-conf", "settle=5"), COPIED, job_folder.folder, kind, "90")
     (job_folder.folder / "hold").touch()  # else the job may be over before the kill
     agents = [job_folder.start(*line) for _ in range(2)]
-    until(lambda: len(steps_of(job_folder, 3)) > 40, "the job trains", LIMIT_S)
+    while_running(lambda: len(steps_of(job_folder, 3)) > 40, *agents, limit_s=LIMIT_S)
     lost = coordinators_first(agents)[1]
     kill_all_of(lost)
     (job_folder.folder / "hold").unlink()
