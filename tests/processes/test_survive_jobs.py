@@ -91,6 +91,20 @@ def test_the_others_go_on_and_a_replacement_joins(job_folder: JobFolder) -> None
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+def test_a_second_training_function_goes_on_too(job_folder: JobFolder) -> None:
+    """The first one ends at step 16."""
+    case = {"epochs": 1, "more": 1, "faults": [[1, "backward", 20, "kill"], [0, "begin", 25, "wait"]]}
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", "--max-restarts", "1", SURVIVOR)
+    agent = job_folder.start(*line, job_folder.folder, json.dumps(case))
+    joined_by_a_replacement(job_folder, agent, waits_in=25)
+    found = ends(job_folder)
+    assert [each["worlds"] for each in found] == [[3, 3, 2, 3], [3, 3], [3, 3, 2, 3]], agent.text
+    assert [each["counts"] for each in found] == [[-2]] * WORLD
+    assert len({each["parameters"] for each in found}) == 1
+    assert {each["steps_lost"] for each in agent.events("went_on")} == {0}
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
 @pytest.mark.usefixtures("meshes_made_again")
 def test_a_sharded_model_is_made_again_for_the_ranks_that_are_there(job_folder: JobFolder) -> None:
     """A state is in memory each 30 steps; before a replacement joins, the ranks save theirs, so no step is lost then."""

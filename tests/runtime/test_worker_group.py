@@ -38,7 +38,7 @@ from holdfast.run_folder import RunFolder
 from holdfast.runtime.node_extension import NodeExtensions
 from holdfast.runtime.worker_group import WorkerGroup
 from holdfast.supervisor import processes
-from holdfast.supervisor.channel import SaysReady, WorkerChannel
+from holdfast.supervisor.channel import SaysAble, SaysReady, SaysUnable, WorkerChannel
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.release import allowed_s
@@ -443,6 +443,24 @@ async def test_a_worker_that_sends_nonsense_is_not_able_any_more() -> None:
     finally:
         channel.close()
     assert told == [(3, SaysReady())] * 4
+
+
+async def test_what_a_worker_has_sent_on_its_older_connection_comes_first() -> None:
+    """It opens one for each training function. This process stands for the worker."""
+    told: list[object] = []
+    name = f"\0holdfast-test-{os.getpid()}".encode()
+    channel = WorkerChannel(name, lambda: {3: os.getpid()}, lambda _, message: told.append(message), told.append)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as older:
+            older.connect(name)
+            older.send(b'{"is": "unable"}')
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as newer:
+                newer.connect(name)
+                newer.send(b'{"is": "able", "generation": 2}')
+                channel.catch_up()
+    finally:
+        channel.close()
+    assert told == [SaysUnable(), SaysAble(2)]
 
 
 @pytest.mark.parametrize("crew", [{"how": ("2=late",)}], indirect=True)

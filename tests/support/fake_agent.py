@@ -227,12 +227,16 @@ class FakeAgent:
                 connection.setblocking(False)
                 pid = seqpacket.peer(connection)[0]
                 local_rank = next(rank for rank, process in self.workers.items() if process.pid == pid)
+                if local_rank in self._channels:  # that of a training function before
+                    self._read(local_rank)
+                    self._channels[local_rank].close()
                 self._channels[local_rank] = connection
         except BlockingIOError:
             pass
-        for local_rank, channel in self._channels.items():
-            try:
-                while (received := seqpacket.receive(channel)) is not None:
-                    self.heard.append((local_rank, received[0]))
-            except (BlockingIOError, OSError):
-                continue
+        for local_rank in self._channels:
+            self._read(local_rank)
+
+    def _read(self, local_rank: int) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            while (received := seqpacket.receive(self._channels[local_rank])) is not None:
+                self.heard.append((local_rank, received[0]))

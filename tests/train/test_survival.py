@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from torch.distributed import TCPStore
 
+from holdfast.protocol.errors import ProcessGroupError
+from holdfast.train.agreement import Peers
 from holdfast.train.snapshots.slots import committed_slots
+from holdfast.train.survival import Agreement, RankReport
 from tests.support.fake_agent import FakeAgent
 from tests.warm import Warm
 from tests.warm_jobs import WarmJobs
@@ -223,6 +227,68 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
     assert lost_steps(agent) == dict.fromkeys(range(2, len(losses) + 2), 0)
     same(ends, reference)
     assert {each["a traceback"] for each in ends} == {1}, "it names the rank once, however often the world has changed"
+
+
+def test_a_second_training_function_survives_losses_as_the_first_does(jobs: WarmJobs, tmp_path: Path) -> None:
+    """The second one begins at step 8. Each replacement comes from the beginning of the script through the first."""
+    case = {"steps": 4, "more": 3}
+    losses = [(1, "forward", 3), (2, "forward", 10), (1, "optimizer", 13), (2, "gradients", 17)]
+    reference = undisturbed(jobs, tmp_path / "reference", **case)
+    assert [each["counts"] for each in reference] == [[-5.0]] * 3
+    faults = [[*each, "kill"] for each in losses]
+    agent, ends = with_replacements(jobs, tmp_path / "lost", SURVIVOR, faults, **case)
+    assert lost_steps(agent) == dict.fromkeys(range(2, len(losses) + 2), 0)
+    same(ends, reference)
+
+
+def test_a_replacement_does_not_train_in_a_function_that_the_others_have_left(jobs: WarmJobs, tmp_path: Path) -> None:
+    """Its gradients would become a part of theirs."""
+    case = {"steps": 4, "more": 1, "drawn": False, "always": True, "faults": [[1, "forward", 10, "kill"]]}
+    with started(jobs, tmp_path, **case) as agent:
+        replaced(agent, 1)
+        assert agent.ended([1]) == [1]
+        logs = agent.logs()
+    assert (
+        "the other ranks are in training function 2 of these Snapshots, and this replacement trains in number 1" in logs
+    )
+
+
+@pytest.mark.parametrize(("other", "survived"), [("before", []), ("after", [0, 1, 2])])
+def test_with_other_snapshots_a_training_function_is_a_plain_call(
+    jobs: WarmJobs, tmp_path: Path, other: str, survived: list[int]
+) -> None:
+    """A replacement would join in the resume() of the first ones, wherever the others are."""
+    with started(jobs, tmp_path, steps=2, epochs=1, other=other) as agent:
+        finished(agent, tmp_path)
+        able = [rank for rank, said in agent.heard if said["is"] == "able"]
+        logs = agent.logs()
+    assert sorted(able) == survived
+    assert logs.count("ht.survive: a plain call, because replacements join in the resume() of other Snapshots") == 1
+
+
+@dataclass
+class Told:
+    """All that the ranks of a world say to each other."""
+
+    reports: list[dict[str, Any]]
+
+    @property
+    def world(self) -> int:
+        return len(self.reports)
+
+    def all_gather(self, _own: object) -> list[dict[str, Any]]:
+        return self.reports
+
+
+def test_ranks_in_different_training_functions_do_not_go_on_together() -> None:
+    """One was lost when some had left the first function, and others had not."""
+    first = RankReport(8, 1, True, [0, 3], 2, {}, [], [], "", [], [], [], {}, None, [])
+    second = replace(first, function=2)
+    newcomer = replace(first, step=-1, clean=False, function=0)
+    agreed = Agreement.reach(cast("Peers", Told([asdict(first), asdict(newcomer), asdict(first)])), first)
+    assert (agreed.chosen.function, agreed.behind) == (1, (1,))
+    with pytest.raises(ProcessGroupError, match="some ranks had begun training function 2"):
+        Agreement.reach(cast("Peers", Told([asdict(first), asdict(second)])), first)
 
 
 def test_replicas_are_compared_in_each_world_and_a_loss_is_no_difference(jobs: WarmJobs, tmp_path: Path) -> None:

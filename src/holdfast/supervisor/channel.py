@@ -129,9 +129,12 @@ class WorkerChannel:
         while self._accept():
             pass
         for local_rank, connection in list(self._connections.items()):
-            for _ in range(CAUGHT_UP_MAX):
-                if self._connections.get(local_rank) is not connection or not self._readable(local_rank, connection):
-                    break
+            self._take_all(local_rank, connection)
+
+    def _take_all(self, local_rank: int, connection: socket.socket) -> None:
+        for _ in range(CAUGHT_UP_MAX):
+            if self._connections.get(local_rank) is not connection or not self._readable(local_rank, connection):
+                break
 
     def forget(self, local_rank: int) -> None:
         """This worker has ended."""
@@ -176,7 +179,10 @@ class WorkerChannel:
         pids = self._pids()
         local_rank = next((rank for rank, its_pid in pids.items() if its_pid == pid), None)
         if local_rank is not None:
-            # A process has one connection: the newer one counts.
+            # A process has one connection: the newer one counts. What was sent on the other one comes first: a worker
+            # opens one for each training function.
+            if (older := self._connections.get(local_rank)) is not None:
+                self._take_all(local_rank, older)
             self.forget(local_rank)
             self._connections[local_rank] = connection
             self._loop.add_reader(connection, self._readable, local_rank, connection)

@@ -167,6 +167,14 @@ class Boundary:
             return False
         return True
 
+    @property
+    def random(self) -> States:
+        """The random numbers at the last `mark`."""
+        return self._random.states
+
+    def set_random(self, states: States) -> None:
+        self._random.restore(states)
+
     def random_digests(self) -> dict[str, str]:
         """The digests of the generators' states at the last `mark`, by name."""
         return self._random.by_generator()

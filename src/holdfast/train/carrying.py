@@ -44,6 +44,7 @@ class PlainCallReason(Enum):
     NO_AGENT = "no agent of holdfast started this process"
     TORCH = "this version of torch was never tried"
     DDP = "a DDP module, or its process group, cannot be set up again for other ranks"
+    OTHER = "replacements join in the resume() of other Snapshots, which comes first in this program"
     DATA = "a tracked object hands out data and cannot follow another number of ranks"
 
 

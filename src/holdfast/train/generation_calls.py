@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from holdfast.train.agent_channel import AgentChannel, ChannelLostError, Go, Rel
 from holdfast.train.agreement import Peers
 from holdfast.train.group import LONE_EXIT_PATIENCE_S, ProcessGroup, regroup
 from holdfast.train.mistakes import SharedFacts
+from holdfast.train.random_numbers import States
 from holdfast.worker import drain
 
 T = TypeVar("T")
@@ -55,6 +56,27 @@ class RegroupReport:
     """The step from which training goes on; None: not known yet."""
     steps_lost: int = 0
     """The number of steps that some rank has completed and that are done again."""
+
+
+@dataclass
+class FunctionsCalled:
+    """The training functions that this process has called with one `Snapshots`, one after the other, and what a call of
+    the next one takes over from the call before."""
+
+    count: int = 0
+    """The number of functions so far. The same on all ranks in each step: they call them in the same order."""
+    joined_in: int = 0
+    """The number of the function in which the others were when this process joined them as a replacement; 0: it was
+    started with them. It comes there through all functions before, which have nothing left to do."""
+    random: States | None = None
+    """The random numbers of the lost rank, until this process has come to that function; None: it has."""
+    generation: int = 0
+    """`GenerationCalls.generation`."""
+    report: RegroupReport | None = None
+    """A report that was not sent, because no step was done since the regroup; None: there is none."""
+    equal_generators: list[str] | None = None
+    """`RankReport.equal_generators`, as `equal_objects`."""
+    equal_objects: list[str] = field(default_factory=list)
 
 
 class Rank(Protocol):

@@ -21,6 +21,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -63,6 +64,7 @@ from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
 
 if TYPE_CHECKING:
+    from holdfast.train.generation_calls import FunctionsCalled
     from holdfast.train.remaking import Remaker
     from holdfast.train.survival import Survivor
 
@@ -132,6 +134,11 @@ class _Before:
     def packed(self) -> list[Any]:
         """The fields that the other ranks need."""
         return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
+
+
+_first_resumed: list[weakref.ref[Snapshots]] = []
+"""The Snapshots whose `resume()` was called first: in it a replacement joins the others. One per process, as its rank
+is."""
 
 
 class Snapshots:
@@ -211,6 +218,9 @@ class Snapshots:
         """The survivor while the training function runs in `ht.survive`; None: it does not."""
         self._remaker: Remaker | None = None
         """The same, if the function makes what is tracked, and calls `resume()`; None: it does not."""
+        self._functions: FunctionsCalled | None = None
+        """The training functions that were called in `ht.survive`, if what they train was made before; None: there were
+        none."""
         self._made_in = ""
         """The name of the function in which `resume()` was called, in `ht.survive`; empty: there is none."""
         self._new_world: tuple[Peers, int] | None = None
@@ -233,6 +243,11 @@ class Snapshots:
     def resumed(self) -> bool:
         """Whether resume() was called, or the first step() without it."""
         return self._saving is not None
+
+    @property
+    def _is_joined_in(self) -> bool:
+        """Whether the `resume()` of these Snapshots is the one in which a replacement joins the others."""
+        return not _first_resumed or _first_resumed[0]() is self
 
     @property
     def memory_place(self) -> str:
@@ -304,6 +319,8 @@ class Snapshots:
             raise TrackingError("resume() comes once, after track() and before the first step() or save()")
         if unknown := sorted((choice.only or set()) - self._tracker.names()):
             raise TrackingError(f"resume(only=…): nothing is tracked as {', '.join(unknown)}")
+        if not _first_resumed:
+            _first_resumed.append(weakref.ref(self))
         if is_replacement():  # of a rank that has its model already
             with self._closed_by_failure():
                 return self._resume_from_survivors()

@@ -55,10 +55,11 @@ from holdfast.train.carrying import (
     PlainCallReason,
     check_function,
     surviving_mode,
+    why_alone,
     why_not_made_again,
     why_plain,
 )
-from holdfast.train.generation_calls import GenerationCalls, RegroupReport
+from holdfast.train.generation_calls import FunctionsCalled, GenerationCalls, RegroupReport
 from holdfast.train.group import ProcessGroup, open_group
 from holdfast.train.mistakes import SharedFacts
 from holdfast.train.own_objects import Digests, unknown_objects
@@ -137,7 +138,11 @@ def _survivor_of(
             f"ht.survive: {snaps._made_in}() makes what it tracks, and was called already: call one such function, once"
         )
     group = open_group()
-    why = why_plain(group, snaps._tracker) if keeps else why_not_made_again(group)
+    why = why_alone(group)
+    if why is None and not snaps._is_joined_in:
+        why = PlainCall(PlainCallReason.OTHER)
+    elif why is None:
+        why = why_plain(group, snaps._tracker) if keeps else why_not_made_again(group)
     channel = AgentChannel.open() if why is None else None
     if why is None and channel is None:
         why = PlainCall(PlainCallReason.NO_AGENT)
@@ -180,6 +185,10 @@ class Survivor:
     def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel) -> None:
         self._snaps, self._tracked_state = snaps, snaps.state
         self._calls = GenerationCalls(group, channel)
+        if snaps._functions is None:
+            snaps._functions = FunctionsCalled()
+        functions = self._functions = snaps._functions
+        self._calls.generation, self._calls.report = functions.generation, functions.report
         self._uninterrupted = channel.uninterrupted
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
         self._probe = ValueProbe(each for model in snaps._tracker.models for each in model.parameters())
@@ -192,11 +201,9 @@ class Survivor:
         step."""
         self._no_step_yet = True
         """Whether no step was completed in this generation."""
-        self._joined = False
-        """Whether this is a replacement that has joined, and its training function was not called yet."""
-        self._equal_generators: list[str] | None = None
+        self._equal_generators = functions.equal_generators
         """The random generators from which all ranks draw the same numbers; None: not known yet."""
-        self._equal_objects: list[str] = []
+        self._equal_objects = functions.equal_objects
         """The tracked objects that were equal on all ranks when these were compared last."""
         self._compared = False
         """Whether the ranks were compared in this generation."""
@@ -216,14 +223,30 @@ class Survivor:
             self._modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
 
             self._snaps._survivor = self
-            if self._joined:  # since resume() this process may have drawn numbers, which the lost rank had not
-                self._boundary.restore_random(self._boundary.step, survived=True)
-            self._joined = False
+            self._functions.count += 1
+            # Since resume() a replacement may have drawn numbers, which the lost rank had not.
+            if self._functions.random is not None:
+                self._boundary.set_random(self._functions.random)
             self._boundary.mark(self._snaps.state, begins=True)
             self._begin_step()
+            if self._functions.count < self._functions.joined_in:
+                self._boundary.after_forward = self._refuse_training
+            else:
+                self._functions.random = None
             self._reducers.mark()
 
             return self._calls.run(train, self)
+
+    def _refuse_training(self) -> None:
+        """Raise TrackingError for a forward pass of the training in a function that the others have left: its gradients
+        would become a part of theirs."""
+        if torch.is_grad_enabled():
+            raise TrackingError(
+                f"ht.survive: the other ranks are in training function {self._functions.joined_in} of these Snapshots, "
+                f"and this replacement trains in number {self._functions.count}\n"
+                "a function that is called again after its end has to return at once: let state.epochs() or state.step "
+                "decide how long it trains"
+            )
 
     def begin_call(self) -> None:
         self._no_step_yet, self._steps, self._facts, self._compared = True, 0, None, False
@@ -240,7 +263,10 @@ class Survivor:
     def _leave(self) -> None:
         """Tell the agent that this process cannot survive a loss any more, and release everything."""
         self._snaps._survivor = None
-        self._calls.leave()
+        functions, calls = self._functions, self._calls
+        functions.generation, functions.report = calls.generation, calls.report
+        functions.equal_generators, functions.equal_objects = self._equal_generators, self._equal_objects
+        calls.leave()
         self._boundary.objects.close()
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
@@ -342,6 +368,7 @@ class Survivor:
         positions = boundary.positions() if step >= 0 else {}
         own = RankReport(
             step,
+            self._functions.count,
             clean,
             before,
             boundary.epoch,
@@ -366,10 +393,10 @@ class Survivor:
     def join(self) -> int:
         """Join the others as a replacement, in `resume()`. Returns the step from which it goes on."""
         self._calls.channel.say("ready")
-        step = self._calls.refusing_errors(lambda: self._agree(step=-1, clean=False).chosen.step)
+        chosen = self._calls.refusing_errors(lambda: self._agree(step=-1, clean=False).chosen)
         self._boundary.mark(self._snaps.state, begins=True)
-        self._joined = True
-        return step
+        self._functions.joined_in, self._functions.random = chosen.function, self._boundary.random
+        return chosen.step
 
 
 def join(snaps: Snapshots) -> int:
@@ -396,6 +423,8 @@ class RankReport:
 
     step: int
     """The last step that the rank has completed; -1: it is a replacement."""
+    function: int
+    """`FunctionsCalled.count`."""
     clean: bool
     """Whether the rank has done nothing since then that changes more than the boundary keeps."""
     before: list[int]
@@ -443,8 +472,14 @@ class Agreement:
     @classmethod
     def reach(cls, peers: Peers, own: RankReport) -> Agreement:
         """Reach an agreement with the other ranks; every rank calls this. Raises ProcessGroupError, on all ranks, if no
-        rank is clean."""
+        rank is clean, or if they are in different training functions: what one has drawn or done between these, the
+        other has not."""
         reports = [RankReport(**each) for each in peers.all_gather(asdict(own))]
+        functions = {each.function for each in reports if each.step >= 0}
+        if len(functions) > 1:
+            raise ProcessGroupError(
+                f"some ranks had begun training function {max(functions)} of these Snapshots, and others had not"
+            )
         clean = [rank for rank, each in enumerate(reports) if each.clean]
         if not clean:
             raise ProcessGroupError(

@@ -42,6 +42,12 @@ class Case:
     steps: int = 16
     """Of an epoch."""
     epochs: int = 2
+    more: int = 0
+    """Epochs of a second training function, with the same objects."""
+    always: bool = False
+    """The first training function trains whenever it is called."""
+    other: str = ""
+    """Other Snapshots are resumed: "before" the training function, or "after" it, for a function of their own."""
     drawn: bool = True
     """Dropout and batch normalization: another world computes something else."""
     batch: int | None = None
@@ -240,6 +246,24 @@ def note_end(end: dict[str, object]) -> None:
     whole_file.rename(FOLDER / f"end.{LOCAL_RANK}")
 
 
+def train_other(pg: Any) -> None:
+    """Train another model, with Snapshots of its own."""
+    model = ht.ddp(nn.Linear(8, 1), pg)
+    with ht.Snapshots(FOLDER / "others", every=None) as others:
+        state = others.track(model=model, sgd=(sgd := torch.optim.SGD(model.parameters(), lr=0.1)))
+        others.resume()
+
+        @ht.survive(others)
+        def train() -> None:
+            while state.step < 2:
+                model(torch.ones(2, 8)).sum().backward()
+                sgd.step()
+                sgd.zero_grad()
+                others.step()
+
+        train()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     in_saves_and_checks()
@@ -261,15 +285,26 @@ def main() -> None:
         loader = ht.DataLoader(Rows(), case.batch, True, global_batch_size=GLOBAL, seed=7, num_workers=case.processes)
         state = snaps.track(model=model, adam=adam, sgd=sgd, schedule=schedule, loader=loader)
         ht.check_replicas(model, every=case.checked)
+        if case.other == "before":
+            train_other(pg)
         snaps.resume()
 
         @ht.survive(snaps)
         def train() -> None:
+            if case.always:
+                model(torch.ones(2, 8), torch.tensor([0, 1]))
+            train_until(case.epochs)
+
+        @ht.survive(snaps)
+        def train_on() -> None:
+            train_until(case.epochs + case.more)
+
+        def train_until(epochs: int) -> None:
             worlds.append(pg.world)
             case.step = state.step
             if case.copies and state.step:
                 note_copies(snaps)
-            for _ in state.epochs(case.epochs):
+            for _ in state.epochs(epochs):
                 for rows, index in loader:
                     case.step = state.step
                     reach("begin")
@@ -295,6 +330,11 @@ def main() -> None:
 
         worlds: list[int] = []
         train()
+        if case.more:
+            torch.rand(LOCAL_RANK + 1)  # as an evaluation between the two may do
+            train_on()
+        if case.other == "after":
+            train_other(pg)
         moments = [value for each in adam.state.values() for value in each.values()]
         end = {
             "step": state.step,
