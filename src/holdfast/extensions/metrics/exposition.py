@@ -46,7 +46,9 @@ class Metrics(Collector):
         )
         yield _gauge("generation", "The newest generation that this node took part in.", facts.generation)
         yield _counter("restarts", "Restarts charged to the job's budget, before this generation.", facts.restart_count)
-        yield _counter("regroups", "Generations that workers of this node formed without a restart (ht.survive).", facts.regroups)
+        yield _counter(
+            "regroups", "Generations that workers of this node formed without a restart (ht.survive).", facts.regroups
+        )
         yield _gauge("world_size", "Ranks of this generation.", facts.world_size)
         yield _gauge("workers", "Workers that are alive on this node.", facts.alive)
         exits = CounterMetricFamily(
@@ -99,7 +101,9 @@ def _ranks(facts: VitalsSample) -> Iterator[Metric]:
 
 def _job(job: JobView, failures: dict[str, int]) -> Iterator[Metric]:
     """Metrics of the whole job, only from the agent that hosts the coordinator."""
-    yield _counter("job_seconds", "Age of the job; it continues when another node takes over the coordinator.", job.job_s)
+    yield _counter(
+        "job_seconds", "Age of the job; it continues when another node takes over the coordinator.", job.job_s
+    )
     yield _counter("job_training_seconds", "Seconds of effective training time.", job.training_s)
     yield _gauge("job_restarts_left", "Restarts left in the budget.", job.restarts_max - job.restarts)
     if job.nodes_max:
