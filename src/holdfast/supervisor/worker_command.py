@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from importlib.util import cache_from_source
 from pathlib import Path
-from string import Template
 
 from msgspec import Struct
 
@@ -85,6 +84,10 @@ def worker_fds(options: RunOptions, local_rank: int) -> dict[int, int]:
 
 
 def _fill_in(argument: str, local_rank: int) -> str:
+    if "$" not in argument:
+        return argument
+    from string import Template  # lazily: most commands have no `$`, and its pattern takes time to compile
+
     return Template(argument).safe_substitute(local_rank=str(local_rank))
 
 
