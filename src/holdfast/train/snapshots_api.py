@@ -160,6 +160,10 @@ class Snapshots:
     _streams_of_device: Callable[[], DeviceStreams] = DeviceStreams
     """Makes what copies from GPUs; tests put a double in its place."""
 
+    _functions: FunctionsCalled | None = None
+    """The training functions that were called in `ht.survive`, if what they train was made before; None: there were
+    none."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -218,9 +222,6 @@ class Snapshots:
         """The survivor while the training function runs in `ht.survive`; None: it does not."""
         self._remaker: Remaker | None = None
         """The same, if the function makes what is tracked, and calls `resume()`; None: it does not."""
-        self._functions: FunctionsCalled | None = None
-        """The training functions that were called in `ht.survive`, if what they train was made before; None: there were
-        none."""
         self._made_in = ""
         """The name of the function in which `resume()` was called, in `ht.survive`; empty: there is none."""
         self._new_world: tuple[Peers, int] | None = None

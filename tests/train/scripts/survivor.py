@@ -240,6 +240,20 @@ def digest(*tensors: torch.Tensor) -> str:
     return held.hexdigest()[:16]
 
 
+def what_is_there(
+    model: nn.Module, moments: list[Any], step: int, worlds: list[int], counts: torch.Tensor
+) -> dict[str, object]:
+    """What a rank has at its end."""
+    return {
+        "step": step,
+        "worlds": worlds,
+        "counts": sorted({round(each, 3) for each in counts.tolist()}),
+        "parameters": digest(*model.parameters(), *moments),
+        "buffers": digest(*model.buffers()),
+        "random": digest(torch.get_rng_state()),
+    }
+
+
 def note_end(end: dict[str, object]) -> None:
     whole_file = FOLDER / f"end of {os.getpid()}"  # two nodes may have a worker of this number
     whole_file.write_text(json.dumps(end))
@@ -264,13 +278,17 @@ def train_other(pg: Any) -> None:
         train()
 
 
-def main() -> None:
+def set_up() -> None:
     torch.set_num_threads(1)
     in_saves_and_checks()
     if case.apart:  # nobody sees that the owner of the folder's lease is dead, and to wait for that never ends
         leases._machine, leases.POLL_S = lambda: f"of {os.getpid()}", 3600.0
     if case.copies:
         copies.node_key = lambda: str(LOCAL_RANK)
+
+
+def main() -> None:
+    set_up()
     snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5, copies=case.copies)
     with ht.process_group() as pg, snaps:
         torch.manual_seed(1)
@@ -321,8 +339,7 @@ def main() -> None:
                         reach("optimizer")
                         if case.step == case.meet:
                             dist.barrier()
-                        for each in (adam, sgd):
-                            each.zero_grad()
+                        model.zero_grad()
                         schedule.step()
                     snaps.step(loss=micro.loss)
                     if state.step == case.disk:
@@ -336,17 +353,9 @@ def main() -> None:
         if case.other == "after":
             train_other(pg)
         moments = [value for each in adam.state.values() for value in each.values()]
-        end = {
-            "step": state.step,
-            "worlds": worlds,
-            "counts": sorted({round(each, 3) for each in counts.tolist()}),
-            "weights": [each.detach().double().sum().item() for each in others],
-            "parameters": digest(*model.parameters(), *moments),
-            "buffers": digest(*model.buffers()),
-            "random": digest(torch.get_rng_state()),
-            "rates": schedule.get_last_lr(),
-            "a traceback": a_traceback().count(f"[rank{pg.rank}]: "),
-        }
+        end = what_is_there(model, moments, state.step, worlds, counts)
+        end["weights"] = [each.detach().double().sum().item() for each in others]
+        end |= {"rates": schedule.get_last_lr(), "a traceback": a_traceback().count(f"[rank{pg.rank}]: ")}
         note_end(end)
 
 
