@@ -283,7 +283,7 @@ class Regrouping:
         return self._refusal(world, f"rank {spans(late)} did not go on within {self.limits.rejoin_s:g} s")
 
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
-        """What follows while the workers leave their generation, which they were told at `since_s`."""
+        """Decide what follows while the workers leave their generation. They were told to at `since_s`."""
         due_s = self.due_s(world)
         if world.done_count and self.cut:
             return self._refusal(world, f"rank {spans(world.done_ranks())} has ended")

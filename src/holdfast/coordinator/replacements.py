@@ -18,11 +18,15 @@ class Ordered:
     """A replacement that was ordered and takes no part yet."""
 
     at_s: float
+    """The time of the order."""
     ready: bool = False
+    """Its process waits for its place."""
 
 
 @dataclass(slots=True)
 class Replacements:
+    """The replacements of the newest generation: which ones are missing, ordered and ready."""
+
     limits: Limits
     budget: Budget
     membership: Membership
