@@ -402,6 +402,7 @@ class Voter:
         # The coordinator learns from the next Renewed that somebody else stands, and steps aside if its own nodes are
         # too few (test_it_steps_aside_for_one_that_stands_for_a_lease).
         self._rival = self._rival or (bool(follows) and poll.held >= self.held)
+
         if granted and poll.final:
             self._vote(now, poll)
         # A candidate may lack what only this voter, or a witness, has got in time
@@ -447,6 +448,7 @@ class Voter:
         self._follow_terms[name] = 0 if polled is None else polled.follows
         if poll == self._poll:
             self._answers[name] = polled
+
         newer = None if polled is None else polled.charter
         if newer is not None and not self._learn(now, newer) and newer.position > self.held:
             self._denies.add(name)

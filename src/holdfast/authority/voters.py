@@ -292,6 +292,7 @@ class Voters:
             gathering.pause = older.wait(now)
         if facts.world is not None:
             return {}
+
         gathering.awaited = max(facts.job.min_nodes, nodes.living) if nodes.left else 0
         spared: dict[int, Spared] = {}
         if now >= self._goes_on_at_s():
@@ -387,8 +388,7 @@ class Voters:
         charters, facts, out = self._charters, self._facts, list[Command]()
         for command in (*commands, *self._propose(now)):
             match command:
-                # These start and end nothing. Behind an order that is held, a Pong would come too late, and an agent
-                # would kill its workers.
+                # These start and end nothing, so they need not wait behind an order that is held.
                 case Tell(_, Pong() | Joined() | Moved() | Answer() | Extended()):
                     out.append(command)
                 case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:

@@ -91,6 +91,7 @@ class Admission:
                 return Admit(link, join, since_s)
             if any(holder.node.agent == join.node.agent for holder in holders):
                 continue  # its own earlier membership: messages of the old link may still arrive
+
             # A holder that is leaving frees the place (test_a_holder_that_is_leaving_does_not_deny). What arrives
             # just after the claim may have been sent by one that has died (test_last_words_of_a_holder_do_not_deny).
             if all(holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving for holder in holders):

@@ -239,7 +239,7 @@ class Liveness:
         """
         gap = now - self.looked_s
         self.looked_s, self.next_early_s = now, inf
-        # Too short for `lease_s`, and long enough to lose a healthy node early
+        # This pause matters to the short leases alone: healthy nodes would be lost early
         # (test_a_coordinator_that_stood_still_loses_nobody_for_its_own_pause).
         if gap > short_lease_s / 2:
             self.early_pardoned_s = now - self.limits.ping_interval_s

@@ -314,6 +314,8 @@ class Regrouping:
         """Time that the start of the next generation may take (s)."""
         if self.waits(world) and world.all_prepared:
             return self.limits.join_s
+        # A worker in a long call of C code cannot be interrupted. With a fixed limit, jobs with steps of 3 s were all
+        # started again; a safe point is even awaited until the limit of a hang.
         return self.limits.regroup_of(self.longest_step_s()) if self.cut else self.limits.safe_point_s
 
     def _refusal(self, world: World, why: str) -> list[Order]:

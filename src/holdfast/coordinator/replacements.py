@@ -78,6 +78,7 @@ class Replacements:
             if self.membership.is_candidate(member, now):
                 local_ranks = tuple(sorted(self.missing.pop(name)))
                 if local_ranks:
+                    # With the time of the order, since those of one order are charged once (`failed`).
                     self.ordered.setdefault(name, {}).update({each: Ordered(now) for each in local_ranks})
                     yield member, local_ranks
 

@@ -75,6 +75,8 @@ class StopDelay:
                 return end
             self._unread, self._unread_until_s = self._unread or end, min(self._unread_until_s, now + EVIDENCE_S)
             return StopDelayed(world.generation, self._unread_until_s)
+
+        # The evidence: it says whether others may explain this failure.
         self._unread, self._unread_until_s = None, inf
         in_vain = timed_out(failures)
         new = {failure.rank for failure in failures}
@@ -82,6 +84,7 @@ class StopDelay:
         known = [each for each in incident.failures if (each.rank, each.pid) not in incident.unread]
         read = [each for each in known if each.rank not in new]
         wait_s = awaited_s(failures, read)
+
         if not in_vain and (world.done_count or not wait_s or world.size == 1):
             return end
         # A stop that waits already goes on to wait. Only a time-out changes what for: now the missing ranks are sought
@@ -90,6 +93,7 @@ class StopDelay:
             return None
         if self._observe(now).hang is not None:
             return end  # the culprit is known
+
         self._end, self._until_s = end, now + (PLACES_S if in_vain else wait_s)
         self._seeks_places = in_vain
         return StopDelayed(world.generation, self._until_s, seeks_places=in_vain)

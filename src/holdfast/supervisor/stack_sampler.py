@@ -548,6 +548,8 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
 
 def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Mapping[int, int]) -> None:
     """Measure the work that it and the processes below it have done so far."""
+    # On a virtual machine that gets few of its processors, a child that worked a little looked idle without this
+    # (test_what_other_machines_have_had_of_the_processors).
     look.at_s, look.stolen_s = time.monotonic(), processes.stolen_s()
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")

@@ -119,8 +119,7 @@ class Importer:
         after = dict(os.environ)
         self.changed |= {name: after.get(name) for name in before.keys() | after if before.get(name) != after.get(name)}
         check_forkable()
-        # A module that begins to trace would trace the fork server, and no worker. What traces every Python from its
-        # start, as coverage does, is no module's doing
+        # Not a tracer of all Pythons, as coverage: an executed worker has it, too
         # (test_what_traces_every_python_from_its_start_does_not_keep_workers_from_being_forked).
         if tracers() != self._tracers:
             raise UnfitError("a tracer is at work")

@@ -167,6 +167,7 @@ class OnNode(NodeExtension):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, AGAIN_MAX_S)
             found = await self._look()
+            # A generation was prepared here meanwhile, and has reported what this node has.
             if number != self._rounds:
                 return
             self._traits = found.traits
@@ -237,6 +238,7 @@ class OnNode(NodeExtension):
         output = bytearray()
         try:
             async with asyncio.timeout(self._limit_s):
+                # To the end, since a command with a full pipe would stand still. Only its last line is shown.
                 while data := await process.stdout.read(OUTPUT_BYTES_MAX):
                     output += data
                     del output[:-OUTPUT_BYTES_MAX]
