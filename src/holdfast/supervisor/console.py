@@ -66,7 +66,7 @@ class ConsoleStream:
         self.written_bytes = 0
         """Bytes that this destination has taken so far."""
         self.identity: tuple[int, int, int] | None = None
-        """What tells whether two descriptors are the same file or terminal; None: this one is closed."""
+        """Numbers that are equal for two descriptors of one file or terminal; None: this one is closed."""
         self._pending = memoryview(b"")
         """Bytes that it has not taken yet. New lines are asked for when this is empty."""
         self._transient = b""
@@ -395,7 +395,7 @@ class TerminalPump:
         self._terminals: dict[int, Terminal] = {}
         """The open ones, by master descriptor."""
         self._finishing: list[tuple[set[int], Callable[[], None]]] = []
-        """For each call of `finish`: the descriptors that are still open, and what to call when none is."""
+        """The descriptors that are still open, and the function to call when none is, of each call of `finish`."""
         self._wake_fd = -1
         """Wakes the thread; -1: there is no thread."""
         self._closed = False
