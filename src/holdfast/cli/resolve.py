@@ -120,6 +120,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         health_command=health_command(parsed),
         preflight=preflight_level(given.preflight, devices, probes),
         watch_devices=(devices.kind != "cpu" and has_gpus(probes)) or has_infiniband(probes),
+        watch_cards=rdzv.job.max_nodes > 1,
         health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),

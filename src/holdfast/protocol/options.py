@@ -197,6 +197,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """The checks of this node before its first generation (--preflight): `off`, `quick` or `full`."""
     watch_devices: bool = False
     """This machine has GPUs or InfiniBand, whose faults are reported while workers run."""
+    watch_cards: bool = False
+    """The job has several nodes: faults of this machine's network cards are reported while workers run."""
     health_if_free: bool = False
     """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1

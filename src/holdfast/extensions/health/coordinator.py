@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from holdfast.doctor.device_events import DeviceEvent
 from holdfast.doctor.majority import NodeDifference, Weight, differences
-from holdfast.extensions.health.messages import Checked, DeviceSeen, Differs, Recovered, Unfit
+from holdfast.extensions.health.messages import Checked, DeviceNoted, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.protocol.extension import (
     Announce,
     CoordinatorExtension,
@@ -28,7 +28,7 @@ from holdfast.protocol.extension import (
     ToNode,
     Unpark,
 )
-from holdfast.protocol.policy import Note
+from holdfast.protocol.policy import Note, agent_of
 
 DEVICES_MAX = 32
 NOTICES_MAX = 4
@@ -47,8 +47,8 @@ class AtCoordinator(CoordinatorExtension):
         """Members that are parked because they differ. Always a part of `_parked`."""
         self._reported: dict[tuple[str, str], str] = {}
         """The text of each difference that was reported and is still there, by member and trait."""
-        self._devices: deque[DeviceFault] = deque(maxlen=DEVICES_MAX)
-        """The newest severe events of devices."""
+        self._devices: dict[tuple[str, int], DeviceFault] = {}
+        """The newest severe events of devices, by their agents and numbers."""
         self._noticed: deque[str] = deque(maxlen=NOTICES_MAX)
         """The newest of them in the running generation, in words."""
 
@@ -116,16 +116,23 @@ class AtCoordinator(CoordinatorExtension):
 
     def _device(self, now: float, member: str, message: DeviceSeen) -> list[Order]:
         text = DeviceEvent(message.device, message.text, message.severe).on(self._host(member))
+        key, at_s = (agent_of(member), message.number), now - message.age_s
+        if key in self._devices:
+            # A message may be late and never early: the earliest time is the nearest.
+            self._devices[key] = DeviceFault(text, min(self._devices[key].at_s, at_s))
+            return [ToNode(member, DeviceNoted(message.number))]
         about = {"member": member, "generation": self.job.generation, "device": message.device, "text": message.text}
         note = Note("device", {**about, "severe": message.severe})
         if not message.severe:
             return [note]
-        self._devices.append(DeviceFault(text, now - message.age_s))
+        self._devices[key] = DeviceFault(text, at_s)
+        if len(self._devices) > DEVICES_MAX:
+            del self._devices[next(iter(self._devices))]
         self._noticed.append(text)
-        return [note, Announce(text)]
+        return [note, Announce(text), ToNode(member, DeviceNoted(message.number))]
 
     def observed(self, now: float) -> Observed:  # noqa: ARG002
-        return Observed(devices=tuple(self._devices))
+        return Observed(devices=tuple(sorted(self._devices.values(), key=lambda each: each.at_s)))
 
     def _host(self, member: str) -> str:
         return next((each.host for each in self.job.members() if each.name == member), member)

@@ -35,13 +35,23 @@ class Checked(Struct, frozen=True, tag="checked"):
 
 
 class DeviceSeen(Struct, frozen=True, tag="device"):
-    """Something has happened to a GPU or a network port of this node."""
+    """Something has happened to a GPU, a network port or a network card of this node. Sent again if the network was too
+    slow, or no link was there: each time with the age that it has then."""
+
+    number: Count
+    """Counts the events of this agent."""
 
     device: Annotated[str, Meta(max_length=DEVICE_CHARACTERS_MAX)]
     text: Annotated[str, Meta(max_length=REASON_CHARACTERS_MAX)]
     severe: bool
     age_s: Seconds
     """Time since it happened (s)."""
+
+
+class DeviceNoted(Struct, frozen=True, tag="noted"):
+    """The coordinator has this event."""
+
+    number: Count
 
 
 class Differs(Struct, frozen=True, tag="differs"):
