@@ -179,6 +179,9 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Number of processes that compile kernels for one worker's torch.compile; None: it is not set for the workers."""
     cache_dir: str | None = None
     """Absolute path of the folder in which workers keep compiled kernels; None: each library has its own place."""
+    cache_from: str | None = None
+    """Absolute path of the folder from which an empty `cache_dir` is filled, and to which this job adds (--cache-from);
+    None: there is none."""
     start_method: str = "spawn"
     event_log_handler: str = "null"
     metrics: Endpoint | None = None
