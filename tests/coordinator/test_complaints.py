@@ -57,6 +57,13 @@ def test_a_status_that_is_a_cause(code: int) -> None:
     assert complaint_of(fails(0, code=code)) is Complaint.NONE
 
 
+@pytest.mark.parametrize("failure", [fails(0, "ValueError: x", line="raise ValueError(text)"), fails(0)])
+def test_ranks_without_a_process_group_have_not_agreed_to_end(failure: Failure) -> None:
+    failure = structs.replace(failure, stderr_file="stderr.log")
+    assert complaint_of(failure) is Complaint.ON_PURPOSE
+    assert complaint_of(structs.replace(failure, in_group=False)) is Complaint.NONE
+
+
 def test_how_long_the_stop_waits() -> None:
     raised = fails(0, "ValueError: x", line="raise ValueError(text)")
     relayed = fails(1, "RuntimeError: another rank failed", line="raise RuntimeError(text)")

@@ -235,7 +235,7 @@ RAISED = 'Traceback (most recent call last):\n  File "train.py", line 3, in <mod
 
 def raises(harness: CoordinatorHarness, node: int, says: str) -> None:
     reports(harness, bare(node, 1), evidence_follows=True)
-    reports(harness, structs.replace(bare(node, 1), message=says, traceback=RAISED + says))
+    reports(harness, structs.replace(bare(node, 1), message=says, traceback=RAISED + says, in_group=True))
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def fails(
         host=on or ("a" if rank < 4 else "b"),
         pid=1000 + rank,
         exit_code=code,
+        in_group=True,
         error_type=says.partition(":")[0].rpartition(".")[2] if says else "",
         message=says,
         traceback=traceback,

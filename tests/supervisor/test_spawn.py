@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import py_compile
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.supervisor.worker_command import BOOTSTRAP, bootstrap_for, worker_argv
+from holdfast.supervisor.worker_command import BOOTSTRAP, bootstrap_for, is_bytecode_of, worker_argv
 
 
 def argv(kind: CommandKind, target: str, *args: str, virtual: bool = False, **command: Any) -> list[str]:
@@ -70,3 +72,16 @@ def test_macros_name_the_real_local_rank_even_when_it_is_virtual() -> None:
 def test_legacy_local_rank_argument() -> None:
     line = argv(CommandKind.SCRIPT, "t.py", "a", local_rank_argument=True)
     assert line[-3:] == ["t.py", "--local-rank=3", "a"]
+
+
+def test_bytecode_that_was_made_from_an_older_source_is_not_run(tmp_path: Path) -> None:
+    source, cached = tmp_path / "program.py", tmp_path / "program.pyc"
+    assert not is_bytecode_of(str(cached), str(source))
+    source.write_text("1\n")
+    py_compile.compile(str(source), str(cached), doraise=True)
+    assert is_bytecode_of(str(cached), str(source))
+
+    source.write_text("10\n")
+    assert not is_bytecode_of(str(cached), str(source))
+    cached.write_bytes(cached.read_bytes()[:10])
+    assert not is_bytecode_of(str(cached), str(source))

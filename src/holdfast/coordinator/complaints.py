@@ -17,9 +17,10 @@ from holdfast.protocol.outcome import Failure, is_own_code
 REASON_S = 2.0
 """The stop waits at most this long for the report of the rank that closed a connection, or of which the others report:
 Python needs a second or two to end, and `finally: destroy_process_group()` comes before the traceback."""
-AGREED_S = 0.3
+AGREED_S = 0.05
 """The stop waits at most this long after an exception that the script raised itself: if the ranks have agreed to end,
-each of them raises within milliseconds. It waits until all have reported, or one reports a lost connection."""
+each of them raises within milliseconds. It waits until all have reported, or one reports a lost connection. Each crash
+of a job with a process group costs this time, so it must be a small part of a restart."""
 SEARCHED_CHARACTERS = 4096
 ABORTED = -6
 TIMED_OUT = re.compile(
@@ -118,8 +119,11 @@ def complaint_of(failure: Failure) -> Complaint:
         return Complaint.CLOSED
     if failure.exit_code > 0 and RELAYED.search(failure.message.partition("\n")[0] or last):
         return Complaint.RELAYED
+    # Ranks agree by a collective: without a process group there is nothing to wait for.
+    if failure.exit_code <= 0 or not failure.in_group:
+        return Complaint.NONE
     silent = not failure.message and bool(failure.stderr_file)
-    return Complaint.ON_PURPOSE if failure.exit_code > 0 and (silent or _is_raised(root)) else Complaint.NONE
+    return Complaint.ON_PURPOSE if silent or _is_raised(root) else Complaint.NONE
 
 
 def _root_and_last(failure: Failure) -> tuple[str, str]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 
-from holdfast.coordinator.complaints import awaited_s, may_be_consequence, timed_out
 from holdfast.coordinator.incident import Incidents
 from holdfast.coordinator.world import World
 from holdfast.protocol.extension import EndGeneration, Observed, StopDelayed
@@ -65,6 +64,9 @@ class StopDelay:
     ) -> EndGeneration | StopDelayed | None:
         """Workers of this world have failed. End the generation now, or wait from now on. None: the stop waits already,
         and goes on to do so."""
+        # Not at the start of the launcher, which would wait until the patterns are compiled.
+        from holdfast.coordinator.complaints import awaited_s, may_be_consequence, timed_out
+
         end = EndGeneration(StopReason.WORKER_FAILED, text)
         if evidence_follows:
             if world.size == 1 or not all(map(may_be_consequence, failures)):

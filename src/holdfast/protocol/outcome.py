@@ -39,6 +39,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """Last lines of the worker's stderr, at most TEXT_BYTES_MAX."""
     stdout_tail: str = ""
     """Last lines of its stdout, if it ended without an exception."""
+    in_group: bool = False
+    """It had its process group, so it may have ended because the ranks agreed to."""
     collective: str = ""
     """The collective in which it raised, with types and shapes: `all_reduce(float32[5000])`; empty: in none, or
     unknown."""

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import select
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,6 +32,8 @@ def attached(argv: Sequence[str]) -> list[str]:
 
     Raises FileNotFoundError if there is no such program.
     """
+    import shutil  # at the start of a launcher no such program is started, and it costs 2 ms
+
     if shutil.which(argv[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
     return [sys.executable, "-I", "-S", "-c", PROGRAM, str(os.getpid()), *argv]

@@ -182,6 +182,10 @@ class Board:
         reported, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
         return reported - 1 if reported else done
 
+    def in_group(self, local_rank: int) -> bool:
+        """Whether the worker's process group was ready."""
+        return self._words[layout.slot(local_rank) + layout.GROUP] != 0
+
     def steps(self, local_rank: int) -> int:
         """The optimizer steps that the worker's process has made."""
         return self._words[layout.slot(local_rank) + layout.STEPS]

@@ -37,7 +37,6 @@ from holdfast.protocol.board_layout import (
     LOOK_SIGNAL,
     QUESTION_BYTES,
 )
-from holdfast.protocol.program_source import is_inside, may_handle, polled_at, wanted_at
 from holdfast.protocol.rank_progress import (
     COLLECTIVES_MAX,
     DUMP_BYTES_MAX,
@@ -713,6 +712,9 @@ def _may_handle(sample: RankSample, programs: Mapping[int, bytes]) -> bool:
 @functools.lru_cache(maxsize=PLACES_MAX)
 def _handles(program: bytes, lines: tuple[int, ...]) -> bool:
     """`may_handle`, kept for each place of a program."""
+    # Here and below not at the start of the launcher: a job that does not hang needs none of its patterns.
+    from holdfast.protocol.program_source import may_handle
+
     return may_handle(_parsed(program), lines)
 
 
@@ -791,11 +793,15 @@ def _parsed(program: bytes) -> ast.AST:
 @functools.lru_cache(maxsize=PLACES_MAX)
 def _polled(program: bytes, lines: tuple[int, ...]) -> tuple[Polling, str]:
     """`polled_at`, kept for each place of a program."""
+    from holdfast.protocol.program_source import polled_at
+
     return polled_at(_parsed(program), lines)
 
 
 def _holder(waiting: Frame, sample: RankSample, program: bytes) -> str:
     """The other thread that is inside the lock that this line of the program takes, in words; empty: none found."""
+    from holdfast.protocol.program_source import is_inside, wanted_at
+
     tree = _parsed(program)
     lock = wanted_at(tree, waiting.line)
     for frame in (frame for frames in sample.threads for frame in frames if lock and frame.file == waiting.file):

@@ -18,12 +18,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
-from importlib.util import cache_from_source
+from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
-from string import Template
 
 from msgspec import Struct
 
@@ -72,10 +72,26 @@ def bootstrap_for(python: str) -> str:
     """
     if python != sys.executable:
         return BOOTSTRAP
-    # The loader checks the cache against the source, and rewrites it where it is stale and writable.
-    SourceFileLoader("holdfast.worker.bootstrap", BOOTSTRAP).get_code("holdfast.worker.bootstrap")
     cached = cache_from_source(BOOTSTRAP)
-    return cached if os.path.isfile(cached) and not sys.dont_write_bytecode else BOOTSTRAP
+    if is_bytecode_of(cached, BOOTSTRAP):
+        return cached
+    # The loader writes the cache, where it may.
+    SourceFileLoader("holdfast.worker.bootstrap", BOOTSTRAP).get_code("holdfast.worker.bootstrap")
+    return cached if is_bytecode_of(cached, BOOTSTRAP) else BOOTSTRAP
+
+
+def is_bytecode_of(cached: str, source: str) -> bool:
+    """Whether this bytecode was made from the source as it is now. An environment that forbids to write bytecode may
+    have some from the installation, or from an older source: Python does not check what it runs by its path."""
+    try:
+        with open(cached, "rb") as file:
+            magic, flags, time_s, size_bytes = struct.unpack("<4sLLL", file.read(16))
+        found = os.stat(source)
+    except (OSError, struct.error):
+        return False
+    by_time = 0  # else the header has a hash of the source
+    made_from = (MAGIC_NUMBER, by_time, int(found.st_mtime) & 0xFFFFFFFF, found.st_size & 0xFFFFFFFF)
+    return (magic, flags, time_s, size_bytes) == made_from
 
 
 def worker_fds(options: RunOptions, local_rank: int) -> dict[int, int]:
@@ -85,6 +101,10 @@ def worker_fds(options: RunOptions, local_rank: int) -> dict[int, int]:
 
 
 def _fill_in(argument: str, local_rank: int) -> str:
+    if "$" not in argument:
+        return argument
+    from string import Template  # lazily: most commands have no `$`, and its pattern takes time to compile
+
     return Template(argument).safe_substitute(local_rank=str(local_rank))
 
 
