@@ -311,6 +311,22 @@ class PretendHosts:
             shape = ("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate)
             _run_in(host.network, [*shape, "burst", "64kb", "latency", "200ms"], "")
 
+    def slow_node(self, number: int, rate: str) -> None:
+        """What this host sends goes no faster."""
+        shape = ("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate)
+        _run_in(self[number].network, [*shape, "burst", "64kb", "latency", "200ms"], "")
+
+    def slow_link(self, number: int, to: int, rate: str) -> None:
+        """What this host sends to that one goes no faster."""
+        lines = (
+            "qdisc replace dev eth0 root handle 1: htb default 1",
+            "class add dev eth0 parent 1: classid 1:1 htb rate 10gbit",
+            f"class add dev eth0 parent 1: classid 1:3 htb rate {rate}",
+            f"filter add dev eth0 parent 1:0 protocol ip prio 1 u32 match ip dst {self[to].v4}/32 flowid 1:3",
+        )
+        for line in lines:
+            _run_in(self[number].network, ["tc", *line.split()], "")
+
     def on_switch(self, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
         """Start a program in the network of the bridge `br0`, where the cable of each host is the device `v<number>`."""
         return subprocess.Popen(

@@ -25,6 +25,8 @@ from holdfast.extensions.health.messages import (
     DeviceNoted,
     DeviceSeen,
     Differs,
+    MeasurePairs,
+    PairsOver,
     Recovered,
     Unfit,
 )
@@ -42,6 +44,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+NODES_MIN = 4
+"""Nodes from which the networks of all are compared: of fewer, nothing says what is usual."""
+UNFIT_S_MAX = 27.0
+"""Limit for all checks together (s), with the rounds in which nodes measure each other."""
 HEALTH_S_MAX = 20.0
 """Limit for the command (s). It is shorter than Limits.prepare_s, after which the coordinator loses the node."""
 END_S_MAX = 2.0
@@ -72,7 +78,7 @@ class _Pending(NamedTuple):
 
 
 class OnNode(NodeExtension):
-    messages = Differs | DeviceNoted
+    messages = Differs | DeviceNoted | MeasurePairs | PairsOver
 
     def __init__(
         self, node: Node, send: Send, limit_s: float = HEALTH_S_MAX, again_first_s: float = AGAIN_FIRST_S
@@ -97,6 +103,10 @@ class OnNode(NodeExtension):
         """Severe events that the coordinator has not confirmed, by number."""
         self._used: dict[int, int] | None = None
         """Bytes in use on each GPU before any workers ran; None: not known."""
+        self._pairs = node.options.preflight == "full" and node.options.job.max_nodes >= NODES_MIN
+        """This node measures others before a generation with new nodes."""
+        self._pair_orders: dict[int, asyncio.Queue[MeasurePairs | PairsOver]] = {}
+        """Orders that were not taken yet, by the generation that waits for them."""
         self._parked = False
         self._rounds = 0
         """Number of times that this node was parked: a loop of an earlier time ends."""
@@ -110,16 +120,20 @@ class OnNode(NodeExtension):
         task.add_done_callback(self._checking.discard)
         return task
 
-    def heard(self, message: Differs | DeviceNoted) -> None:
+    def heard(self, message: Differs | DeviceNoted | MeasurePairs | PairsOver) -> None:
         match message:
             case Differs():
                 self._rounds += 1
                 self.node.start("health", self._compare_again(self._rounds))
             case DeviceNoted(number):
                 self._noted(number)
+            case MeasurePairs(generation) | PairsOver(generation):
+                if generation in self._pair_orders:
+                    self._pair_orders[generation].put_nowait(message)
 
     async def unfit(self, assign: Assign) -> str:
         self._rounds += 1
+        until_s = time.monotonic() + UNFIT_S_MAX
         for number in self._pending:  # the link is there, perhaps again
             self._tell(number)
         # Both at once: together they have to end before Limits.prepare_s.
@@ -133,9 +147,28 @@ class OnNode(NodeExtension):
             self._parked = True
             self.send(Unfit(assign.generation, reason))
             self.node.start("health", self._check_again(assign.generation, self._rounds))
-        elif self._parked:
+            return reason
+        if self._parked:
             self._fit()
-        return reason
+        if self._pairs and assign.group_world_size >= NODES_MIN:
+            await self._task(self._measure_pairs(assign, until_s))
+        return ""
+
+    async def _measure_pairs(self, assign: Assign, until_s: float) -> None:
+        from holdfast.extensions.health.pair_measure import take_part  # most jobs do not need it
+
+        for generation, waiting in self._pair_orders.items():
+            waiting.put_nowait(PairsOver(generation))  # another one was formed instead
+        orders = self._pair_orders[assign.generation] = asyncio.Queue()
+        try:
+            why = await take_part(assign, orders, self.send, until_s)
+        finally:
+            del self._pair_orders[assign.generation]
+        place = self.node.place
+        if why and place is not None and place.generation == assign.generation:
+            self._pairs = False
+            self.node.write("pairs_unmeasured", generation=assign.generation, why=why)
+            self.node.say(f"--preflight full: the network between the nodes is not measured: {why}")
 
     def happened(self, event: NodeHappened) -> None:
         options = self.node.options
