@@ -1,6 +1,7 @@
 """Make docs/options.md: every option of every command, with default and variable, from the tables that the commands read.
 
-Knows `cli/option_table.py` (run, launch), the doctor's own table, and argparse's parsers of the other commands.
+Knows `cli/option_table.py` (run, launch), the doctor's own table, argparse's parsers of the other commands, and the keys of
+`--rdzv-conf`. What is said of a key stands here: a key without a word, or a word without a key, is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from unittest.mock import patch
 from holdfast.cli import COMMANDS, doctor, function_of
 from holdfast.cli.completion import parser_of
 from holdfast.cli.option_table import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.rendezvous.conf import BACKENDS, KEYS
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TABLES = {"run", "launch", "doctor"}
@@ -46,6 +48,54 @@ What counts, in this order: the command line, the variable, the [configuration f
 `holdfast run --plan …` prints what follows from all of it, and starts nothing.
 """
 
+CONF = """
+### Keys of `--rdzv-conf`
+
+`--rdzv-conf key=value,key=value`: all but `is_host` have to be the same on every node. Times are in seconds. A key that has no effect with the backend is
+named in one line. Other backends ([your own](internals/rendezvous-backends.md)) have those of c10d but `is_host`, `store_type` and `succession`, and `lease_ttl`.
+
+| key | backends | default | what it does |
+|---|---|---|---|
+"""
+
+TORCHRUNS_LEASE = "torchrun's: the lease is the product of the two, if `lease` is not given"
+CONF_KEYS = {
+    "join_timeout": ("600", "limit of the wait until enough nodes have joined; `timeout` is accepted too"),
+    "timeout": ("900", "the same; `join_timeout` is accepted too"),
+    "settle": ("2", "time without a newcomer after which the job starts with fewer nodes than the maximum"),
+    "last_call_timeout": ("30", "limit of that wait"),
+    "lease": (
+        "6",
+        "silence after which a node counts as lost. Its workers are killed before, after two thirds of this",
+    ),
+    "heartbeat_timeout": ("", "time without an answer after which an agent kills its workers; two thirds of the lease"),
+    "keep_alive_interval": ("5", TORCHRUNS_LEASE),
+    "keep_alive_max_attempt": ("3", TORCHRUNS_LEASE),
+    "hang_report": ("12", "time without a step after which [stacks are sampled](hangs.md#what-is-watched)"),
+    "hang_report_max": ("300", "limit of that time where steps are long"),
+    "token_file": ("", "a file with the [job token](commands.md#token), instead of `HOLDFAST_TOKEN`"),
+    "is_host": ("", "whether the coordinator runs on this node; by default it does where the endpoint's address is"),
+    "succession": (
+        "on",
+        "whether the others [elect another coordinator](elastic.md#the-coordinators-node-is-lost): on or off",
+    ),
+    "store_type": ("tcp", "nothing else is supported"),
+    "endpoints": ("", "more servers of the same etcd, `host:port;host:port`, tried in turn after `--rdzv-endpoint`"),
+    "etcd_prefix": ("/holdfast", "the keys in etcd are `<prefix>/<run id>/coordinator` and `/memory`"),
+    "lease_ttl": ("5", "time until a lost coordinator is replaced, 2 to 60"),
+    "protocol": ("http", "`https` for TLS"),
+    "cert": ("", "PEM file of the client's certificate"),
+    "key": ("", "PEM file of its key"),
+    "cacert": ("", "PEM file of the CA; without it the public ones are trusted"),
+    "ssl_cert": ("", "as `cert`"),
+    "ssl_cert_key": ("", "as `key`"),
+    "ca_cert": ("", "as `cacert`"),
+    "user": ("", "etcd's user"),
+    "password_file": ("", "a file with that user's password"),
+    "password": ("", "the password itself: every user of the machine can see it in the command line"),
+}
+"""Default and meaning of each key."""
+
 LAUNCH = """
 ## `holdfast launch`
 
@@ -66,7 +116,7 @@ def render() -> str:
     commands = "\n".join(f"| [`holdfast {name}`](#holdfast-{name}) | {text} |" for name, text in COMMANDS.items())
     launch = [option for option in LAUNCH_OPTIONS if option not in OPTIONS]
     parts = [HEAD + commands + "\n", RUN, *map(group, dict.fromkeys(option.group for option in OPTIONS))]
-    parts += [LAUNCH + table(launch)]
+    parts += [CONF + conf_table(), LAUNCH + table(launch)]
     for name in COMMANDS:
         if name == "doctor":
             parts.append(DOCTOR.format(used=", ".join(f"`{each}`" for each in doctor.USED)) + table(doctor.OWN))
@@ -76,6 +126,18 @@ def render() -> str:
 
 
 # --- tables of ours ---------------------------------------------------------------------------------------------------
+
+
+def conf_table() -> str:
+    """The keys of `--rdzv-conf`. Raises LookupError for a key that is unknown here or in the source."""
+    backends = {key: [name for name in BACKENDS if key in KEYS[name]] for keys in KEYS.values() for key in keys}
+    if differ := backends.keys() ^ CONF_KEYS.keys():
+        raise LookupError(f"the keys of --rdzv-conf and the table of this page differ in {sorted(differ)}")
+    rows = (
+        f"| `{key}` | {', '.join(backends[key])} | {f'`{value}`' if value else ''} | {said} |"
+        for key, (value, said) in CONF_KEYS.items()
+    )
+    return "\n".join(rows) + "\n"
 
 
 def group(name: str) -> str:

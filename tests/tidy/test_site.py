@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.limits import limit_s
-from tools import failure_table, pages, reference_variables, survive_table
+from tools import failure_table, pages, reference_options, reference_variables, survive_table
 from tools.named_tests import exists
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -137,3 +137,9 @@ def test_a_variable_that_nobody_explained_is_noticed(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(reference_variables.READ, "HOLDFAST_TOKEN")
     with pytest.raises(LookupError, match="HOLDFAST_TOKEN"):
         reference_variables.render()
+
+
+def test_a_key_of_rdzv_conf_that_nobody_explained_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(reference_options.CONF_KEYS, "settle")
+    with pytest.raises(LookupError, match="settle"):
+        reference_options.render()

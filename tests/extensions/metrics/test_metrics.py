@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -311,16 +310,6 @@ def test_metrics_parse_and_hold_the_facts() -> None:
     assert samples["holdfast_agent_info", "0.1.0", "a", "run"] == 1
     assert [samples["holdfast_copies_total", each] for each in ("sent", "failed", "skipped")] == [1, 1, 1]
     assert (samples["holdfast_copies_bytes_total",], samples["holdfast_copies_seconds_total",]) == (9, 1.5)
-
-
-def test_every_metric_is_on_the_page_of_metrics() -> None:
-    job = JobView(
-        run_id="r", phase="", generation=1, restarts=0, restarts_max=0, world_size=0, since_s=0, job_s=0, training_s=0
-    )
-    facts = VitalsSample(taken_s=0.0, run_id="r", node="a", job=job)
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    families = text_string_to_metric_families(Metrics(lambda: facts).text().decode())
-    assert [family.name for family in families if f"`{family.name}" not in page] == []
 
 
 def test_vitals_that_fail_say_so_once_and_beat_on() -> None:

@@ -1,6 +1,6 @@
 """The facts about an agent in Prometheus' text format. Runs in the server's thread.
 
-Only this module needs prometheus-client, from the extra `metrics`; docs/metrics.md lists them.
+Only this module needs prometheus-client, from the extra `metrics`; docs/metric-names.md is made from what it yields.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ class Metrics(Collector):
     @staticmethod
     def _agent(facts: VitalsSample) -> Iterator[Metric]:
         about = {"version": __version__, "run_id": facts.run_id, "node": facts.node}
-        yield InfoMetricFamily("holdfast_agent", "This agent and its job.", value=about)
+        yield InfoMetricFamily("holdfast_agent", "The version, run id and node of this agent.", value=about)
         yield _gauge(
             "agent_stalled_seconds",
-            "Seconds since the agent's loop was last seen running.",
+            "Seconds since the agent's event loop last ran; above 2 is a problem.",
             time.monotonic() - facts.taken_s,
         )
         yield _gauge("generation", "The newest generation that this node took part in.", facts.generation)
         yield _counter("restarts", "Restarts charged to the job's budget, before this generation.", facts.restart_count)
-        yield _counter("regroups", "Generations that this node's running workers formed.", facts.regroups)
+        yield _counter(
+            "regroups", "Generations that workers of this node formed without a restart (ht.survive).", facts.regroups
+        )
         yield _gauge("world_size", "Ranks of this generation.", facts.world_size)
         yield _gauge("workers", "Workers that are alive on this node.", facts.alive)
         exits = CounterMetricFamily(
@@ -56,13 +58,17 @@ class Metrics(Collector):
             exits.add_metric([code], number)
         yield exits
         phases = GaugeMetricFamily(
-            "holdfast_start_phase_seconds", "Parts of the newest start of this node's workers.", labels=["phase"]
+            "holdfast_start_phase_seconds",
+            "Parts of the newest start of this node's workers, as `holdfast report` names them.",
+            labels=["phase"],
         )
         for phase, seconds in facts.phases_s.items():
             phases.add_metric([phase], seconds)
         yield phases
         copies = CounterMetricFamily(
-            "holdfast_copies", "States in memory that this node sent to another, or did not.", labels=["result"]
+            "holdfast_copies",
+            "Copies of states in memory (copies=1): sent, failed; on rank 0's node also the steps that were skipped.",
+            labels=["result"],
         )
         for result, number in facts.copies.items():
             copies.add_metric([result], number)
@@ -73,9 +79,15 @@ class Metrics(Collector):
 
 def _ranks(facts: VitalsSample) -> Iterator[Metric]:
     labels = ["rank", "local_rank"]
-    steps = CounterMetricFamily("holdfast_steps", "Steps made, or beats where there are none.", labels=labels)
-    own = CounterMetricFamily("holdfast_own_seconds", "Seconds of its steps that the rank itself used.", labels=labels)
-    last = GaugeMetricFamily("holdfast_step_seconds", "Mean duration of a step in the last half minute.", labels=labels)
+    steps = CounterMetricFamily("holdfast_steps", "Steps made, or beats, over all generations.", labels=labels)
+    own = CounterMetricFamily(
+        "holdfast_own_seconds", "Seconds of the steps that the rank itself used; slow ranks have more.", labels=labels
+    )
+    last = GaugeMetricFamily(
+        "holdfast_step_seconds",
+        "Mean duration of a step over the last half minute; missing if there was none.",
+        labels=labels,
+    )
     age = GaugeMetricFamily("holdfast_step_age_seconds", "Seconds since the newest step.", labels=labels)
     for each in facts.ranks:
         place = [str(each.rank), str(each.local_rank)]
@@ -89,15 +101,21 @@ def _ranks(facts: VitalsSample) -> Iterator[Metric]:
 
 def _job(job: JobView, failures: dict[str, int]) -> Iterator[Metric]:
     """Metrics of the whole job, only from the agent that hosts the coordinator."""
-    yield _counter("job_seconds", "Age of the job.", job.job_s)
+    yield _counter(
+        "job_seconds", "Age of the job; it continues when another node takes over the coordinator.", job.job_s
+    )
     yield _counter("job_training_seconds", "Seconds of effective training time.", job.training_s)
     yield _gauge("job_restarts_left", "Restarts left in the budget.", job.restarts_max - job.restarts)
     if job.nodes_max:
         yield _gauge("job_nodes_min", "Nodes with which the job runs at least.", job.nodes_min)
-        yield _gauge("job_nodes_wanted", "Nodes that should exist: for an autoscaler.", job.nodes_wanted)
+        yield _gauge("job_nodes_wanted", "Nodes that should exist now: for an autoscaler.", job.nodes_wanted)
     if job.left_s:
-        yield _gauge("job_left_seconds", "Time for the steps that are left, at the present rate.", job.left_s)
-    yield _gauge("job_notices", "Hangs and stragglers reported now.", len(job.notices))
+        yield _gauge(
+            "job_left_seconds",
+            "Time for the steps that are left, at the present rate; missing if the script does not report them.",
+            job.left_s,
+        )
+    yield _gauge("job_notices", "Hangs and slow ranks that are reported at this moment.", len(job.notices))
     states: dict[str, int] = {}
     heard = GaugeMetricFamily(
         "holdfast_job_node_heard_seconds", "Seconds since the node's last message.", labels=["node"]
@@ -108,7 +126,9 @@ def _job(job: JobView, failures: dict[str, int]) -> Iterator[Metric]:
     nodes = GaugeMetricFamily("holdfast_job_nodes", "Nodes by state.", labels=["state"])
     for state, number in sorted(states.items()):
         nodes.add_metric([state], number)
-    failed = CounterMetricFamily("holdfast_job_failures", "Generations that failed, by verdict.", labels=["code"])
+    failed = CounterMetricFamily(
+        "holdfast_job_failures", "Generations that failed and were tried again, by the verdict's code.", labels=["code"]
+    )
     for code, number in sorted(failures.items()):
         failed.add_metric([code], number)
     yield from (nodes, heard, failed)

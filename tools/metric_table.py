@@ -1,0 +1,50 @@
+"""Make docs/metric-names.md: the metrics that an agent serves, from what its exposition yields, so that the two cannot differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client.core import Metric
+
+from holdfast.extensions.metrics.exposition import Metrics
+from holdfast.extensions.metrics.vitals import VitalsSample
+from holdfast.protocol.rank_progress import JobView
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "metric-names.md"
+
+HEAD = """# Names of metrics
+
+This page is made from `src/holdfast/extensions/metrics/exposition.py` by `make fmt`. How the metrics are served: [metrics.md](metrics.md).
+
+## Of each agent
+
+"""
+JOB_HEAD = """
+## Of the job
+
+Only the agent on the coordinator's node reports these. With etcd, or a backend of another package, no agent does.
+
+"""
+# Every metric is there, whatever a scrape of a real job may lack. Only names, labels and words are read.
+JOB = JobView(
+    run_id="", phase="", generation=1, restarts=0, restarts_max=0, world_size=0, since_s=0, job_s=0, training_s=0,
+    nodes_max=1, left_s=1,
+)  # fmt: skip
+
+
+def render() -> str:
+    """The whole page."""
+    families = list(Metrics(lambda: VitalsSample(taken_s=0.0, run_id="", node="", job=JOB)).collect())
+    of_job = [family for family in families if family.name.startswith("holdfast_job_")]
+    return HEAD + table(family for family in families if family not in of_job) + JOB_HEAD + table(of_job)
+
+
+def table(families: Iterator[Metric] | list[Metric]) -> str:
+    return "\n".join(["| metric | type | labels | what |", "|---|---|---|---|", *map(row, families)]) + "\n"
+
+
+def row(family: Metric) -> str:
+    suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+    named = {name for sample in family.samples for name in sample.labels} or set(getattr(family, "_labelnames", ()))
+    return f"| `{family.name}{suffix}` | {family.type} | {', '.join(sorted(named))} | {family.documentation} |"
