@@ -104,7 +104,7 @@ class OnNode(NodeExtension):
         looking.start()
         looking.join(OPEN_S_MAX)
         if not found:
-            self._says_nothing_was_copied("caches_seeded", f"no answer within {OPEN_S_MAX:g} s")
+            self.node.write("caches_seeded", **self._nothing_copied(f"no answer within {OPEN_S_MAX:g} s"))
             return None
         result = found[0]
         if isinstance(result, OSError):
@@ -114,14 +114,15 @@ class OnNode(NodeExtension):
     async def _seed(self, folder: CacheFolder, shared: SharedFolder) -> None:
         bytes_max = self._copy_bytes_max
         try:
-            await self._copied("caches_seeded", self._seeded, lambda over: shared.seed(folder, bytes_max, over))
+            found = await self._copied(self._seeded, lambda over: shared.seed(folder, bytes_max, over))
+            self.node.write("caches_seeded", **found)
         except Exception as error:  # noqa: BLE001 - workers must not wait for a fault of ours
             self.node.fault("caches", error)
 
     async def _copied(
-        self, event: str, ended: threading.Event, copy: Callable[[Callable[[], bool]], Copied | None]
-    ) -> None:
-        """Copy within the limit of time, and write down what has become of it."""
+        self, ended: threading.Event, copy: Callable[[Callable[[], bool]], Copied | None]
+    ) -> dict[str, object]:
+        """Copy within the limit of time. Returns what the journal gets about it."""
         began_s = time.monotonic()
         until_s = began_s + self._copy_s_max
 
@@ -132,21 +133,25 @@ class OnNode(NodeExtension):
             async with asyncio.timeout(self._copy_s_max + SLACK_S):
                 found = await run_detached(lambda: copy(over))
         except TimeoutError:
-            self._says_nothing_was_copied(event, f"no answer within {self._copy_s_max + SLACK_S:g} s")
+            return self._nothing_copied(f"no answer within {self._copy_s_max + SLACK_S:g} s")
         except OSError as error:
-            self._says_nothing_was_copied(event, error.strerror or str(error))
-        else:
-            if found is None:
-                self.node.write(event, folder=self.node.options.cache_from, error="another job uses the node's folder")
-                return
-            about = {"files": found.files, "bytes": found.bytes, "whole": found.whole}
-            seconds = round(time.monotonic() - began_s, 3)
-            self.node.write(event, folder=self.node.options.cache_from, seconds=seconds, **about)
+            return self._nothing_copied(error.strerror or str(error))
+        folder = self.node.options.cache_from
+        if found is None:
+            return {"folder": folder, "error": "another job uses the node's folder"}
+        seconds = round(time.monotonic() - began_s, 3)
+        return {
+            "folder": folder,
+            "files": found.files,
+            "bytes": found.bytes,
+            "whole": found.whole,
+            "seconds": seconds,
+        }
 
-    def _says_nothing_was_copied(self, event: str, why: str) -> None:
+    def _nothing_copied(self, why: str) -> dict[str, object]:
         path = self.node.options.cache_from
-        self.node.write(event, folder=path, error=why)
         self.node.say(f"--cache-from {path}: compiled kernels are not copied: {why}")
+        return {"folder": path, "error": why}
 
     async def unfit(self, assign: Assign) -> str:  # noqa: ARG002
         # Workers that compile before the copy is there would do it for nothing. It began with the agent, and has a
@@ -189,9 +194,8 @@ class OnNode(NodeExtension):
 
     async def _add(self, folder: CacheFolder, shared: SharedFolder) -> None:
         bytes_max = self._copy_bytes_max
-        await self._copied(
-            "caches_shared", threading.Event(), lambda over: shared.add(folder, self._whole, bytes_max, over)
-        )
+        found = await self._copied(threading.Event(), lambda over: shared.add(folder, self._whole, bytes_max, over))
+        self.node.write("caches_shared", **found)
 
     def _whole(self, written_s: float) -> bool:
         """Whether a file that was written at this time was completed, and here: workers that were ended may have left a

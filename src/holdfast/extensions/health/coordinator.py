@@ -97,8 +97,9 @@ class AtCoordinator(CoordinatorExtension):
         if found is None:
             return []
         orders = list(found.orders)
-        if found.complete:
+        if found.rates is not None:
             self._slow_links = ()
+            orders.append(Note("pairs", {"generation": found.generation, "bytes_s": found.rates}))
         spares = sum(each.name not in found.members and each.name not in self._parked for each in self.job.members())
         for slow in found.slow:
             names = [found.members[index] for index in slow.nodes]

@@ -24,7 +24,6 @@ from holdfast.extensions.health.messages import (
     PairsOver,
 )
 from holdfast.protocol.extension import Job, Order, ToNode
-from holdfast.protocol.policy import Note
 
 NODES_MIN = 4
 """Number of nodes from which most pairs are good if one node is slow: with fewer, nothing says what is usual."""
@@ -47,8 +46,8 @@ class PairsFound(NamedTuple):
     slow: tuple[Slow, ...] = ()
     """The slow nodes and links, by the index in `members`."""
     members: tuple[str, ...] = ()
-    complete: bool = False
-    """The rounds are over, and their rates were judged."""
+    rates: Mapping[str, int] | None = None
+    """The rates of the slowest pairs, by the names of both, if the rounds are over and were judged."""
 
 
 class PairRounds:
@@ -153,13 +152,13 @@ class PairRounds:
     ) -> PairsFound:
         generation = self._generation
         orders: list[Order] = [ToNode(member, PairsOver(generation)) for member in members]
+        shown: dict[str, int] | None = None
         if rates is not None:
             slowest = sorted(rates.items(), key=lambda each: each[1])[:NOTED_MAX]
             shown = {f"{members[one]} {members[other]}": round(rate) for (one, other), rate in slowest}
-            orders.append(Note("pairs", {"generation": generation, "bytes_s": shown}))
             self._measured = frozenset(members)
         self._forget(0)
-        return PairsFound(generation, orders, slow, members, complete=rates is not None)
+        return PairsFound(generation, orders, slow, members, shown)
 
 
 def all_rounds(nodes: int, most: int) -> list[list[Pair]]:
