@@ -30,7 +30,6 @@ from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, Li
 from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, Restart, around, ended_without
 from holdfast.coordinator.extending import Extensions
 from holdfast.coordinator.formation import (
-    BACK_OFF,
     FENCE,
     Candidate,
     FormNow,
@@ -1013,7 +1012,7 @@ class Coordinator:
         self._regrouping.reset()
         gathering = self.gathering
         gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
-        gathering.pause = BACK_OFF
+        gathering.pause = ""
         self._waiting_said = Pauses.begin(now, self.limits.say_interval_s)
         self._why = reason
         self._count_candidates(now)

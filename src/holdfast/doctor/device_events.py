@@ -81,6 +81,7 @@ def changes(before: MachineState, after: MachineState) -> Iterator[DeviceEvent]:
 
 def _of_gpu(before: GpuState, after: GpuState) -> Iterator[tuple[str, bool]]:
     if after.error:
+        # It stays lost, and was reported (test_a_gpu_that_stays_lost_is_reported_once).
         if not before.error:
             yield after.error, True
         return
@@ -88,12 +89,14 @@ def _of_gpu(before: GpuState, after: GpuState) -> Iterator[tuple[str, bool]]:
         return
     if grown := _grown(before.ecc_uncorrected, after.ecc_uncorrected):
         yield f"{grown} uncorrected memory error{'s' if grown > 1 else ''}", True
+    # None is no False: what was unknown before may be old (test_what_is_normal_or_unknown_is_no_event).
     if after.remap_pending and before.remap_pending is False:
         yield "memory rows are to be replaced", True
     if after.remap_failed and before.remap_failed is False:
         yield "memory rows could not be replaced", True
     if before.recovery is Recovery.NONE and after.recovery not in (None, Recovery.NONE):
         yield f"the driver asks for a {after.recovery.value}", True
+    # This number falls, unlike the others.
     if lost := _grown(after.links_active, before.links_active):
         yield f"{lost} NVLink{'s' if lost > 1 else ''} went down", True
     if grown := _grown(before.link_errors, after.link_errors):
@@ -111,6 +114,7 @@ SLOWS = (*HARDWARE, Slowdown.SOFTWARE_THERMAL)
 
 
 def _of_port(before: NetworkPort, after: NetworkPort) -> Iterator[tuple[str, bool]]:
+    # The counter also shows a link that is up again by now; the state is for ports without it.
     if grown := _grown(before.downed, after.downed):
         yield f"the link went down {grown} time{'s' if grown > 1 else ''}", True
     elif before.state == "ACTIVE" and after.state not in ("ACTIVE", ""):

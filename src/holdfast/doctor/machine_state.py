@@ -214,6 +214,8 @@ def visible_gpus(gpus: tuple[GpuState, ...], visible: str | None) -> tuple[GpuSt
     found: list[GpuState] = []
     for item in (part.strip() for part in visible.split(",")):
         fits = [each for each in gpus if item == str(each.index) or (item and each.uuid.startswith(item))]
+        # As CUDA itself: the list ends at the first entry that names no GPU
+        # (test_gpus_that_workers_do_not_use_are_left_out).
         if len(fits) != 1:
             return gpus if item.startswith("MIG-") else tuple(found)
         found.append(fits[0])

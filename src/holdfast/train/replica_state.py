@@ -116,6 +116,7 @@ def _has_replicas(model: nn.Module) -> bool:
 def _is_replicated(tensor: Any) -> bool:
     if tensor.device.type != "cpu":
         return False
+    # DDP's: every rank has all of it.
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh

@@ -147,6 +147,8 @@ class AtCoordinator(CoordinatorExtension):
         if member in self._differing:
             return orders + ([] if any(each.node == member for each in slower) else self._unpark(member))
         spares = sum(each.name not in known and each.name not in self._parked for each in self.job.members())
+        # The job waits for no better node: without a spare it starts with this one
+        # (test_without_a_spare_the_difference_is_reported_and_the_job_starts).
         for name in list(dict.fromkeys(each.node for each in slower))[:spares]:
             reason = "; ".join(each.text for each in slower if each.node == name)
             self._differing.add(name)
@@ -157,6 +159,8 @@ class AtCoordinator(CoordinatorExtension):
         """Report the differences that are new."""
         orders: list[Order] = []
         now = {(each.node, each.trait): each for each in found}
+        # A difference of a node that is not compared now is still there, and is not reported again
+        # (test_a_difference_is_reported_once_in_all_generations).
         for key in [key for key in self._reported if key[0] in known and key not in now]:
             del self._reported[key]
         for key, each in now.items():
@@ -197,6 +201,7 @@ class AtCoordinator(CoordinatorExtension):
     def happened(self, now: float, event: Happened) -> Orders:  # noqa: ARG002
         if isinstance(event, Started):
             self._noticed.clear()
+        # Else its notice would stand for ever (test_a_parked_node_that_is_lost_is_not_shown_any_more).
         if isinstance(event, MemberLost):
             self._parked.pop(event.member, None)
             self._traits.pop(event.member, None)

@@ -87,8 +87,11 @@ class OnNode(NodeExtension):
         self._limit_s = limit_s
         self._again_first_s = again_first_s
         self._checking: set[asyncio.Task[Any]] = set()
+        """Checks that have not ended. They are cancelled with the job."""
         self._preflight_due = node.options.preflight != "off"
-        """It has not passed here yet."""
+        """It has not passed here yet, or a device has failed since it has."""
+        self._severe = 0
+        """Number of severe events of devices so far."""
         self._begun: asyncio.Task[Preflight] | None = None
         """The preflight that began with the agent; None: its result was taken, or there is none."""
         self._traits: dict[str, str] | None = None
@@ -109,7 +112,7 @@ class OnNode(NodeExtension):
         """Orders that were not taken yet, by the generation that waits for them."""
         self._parked = False
         self._rounds = 0
-        """Number of times that this node was parked: a loop of an earlier time ends."""
+        """Number of checks and comparisons that were ordered. A loop that began with a smaller number ends."""
         if self._preflight_due:
             self._begun = self._task(self._look())
 
@@ -138,6 +141,8 @@ class OnNode(NodeExtension):
             self._tell(number)
         # Both at once: together they have to end before Limits.prepare_s.
         checking = self._task(self._check(assign.generation))
+        # Workers have run here: what they held may not be free yet
+        # (test_a_restart_waits_for_the_memory_of_the_workers_before).
         if self._watch is not None and self._used:
             await self._task(self._wait_for_memory(assign.generation, self._used))
         reason = await checking
@@ -212,6 +217,7 @@ class OnNode(NodeExtension):
             del self._pending[next(iter(self._pending))]
         if event.severe and self.node.options.preflight != "off":
             self._preflight_due = True
+            self._severe += 1
 
     def _tell(self, number: int) -> None:
         event, now_s = self._pending[number], time.monotonic()
@@ -267,6 +273,7 @@ class OnNode(NodeExtension):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, AGAIN_MAX_S)
             found = await self._look()
+            # A generation was prepared here meanwhile, and has reported what this node has.
             if number != self._rounds:
                 return
             self._traits = found.traits
@@ -293,9 +300,14 @@ class OnNode(NodeExtension):
 
         began_s = time.monotonic()
         begun, self._begun = self._begun, None
+        severe = 0 if begun is not None else self._severe  # that one began with the agent
         found = await (begun if begun is not None else self._look())
         stops = [finding for finding in found.problems if unfit(finding)]
-        self._preflight_due, self._traits = bool(stops), found.traits
+        # A device that fails while the node is checked may have been looked at before
+        # (test_a_device_that_fails_during_a_check_is_checked_again).
+        self._preflight_due = bool(stops) or self._severe != severe
+        self._traits = found.traits
+        # Later readings contain what this job's own workers hold.
         if self._watch is None:
             self._used = found.used_bytes
         self.node.write(
@@ -325,12 +337,14 @@ class OnNode(NodeExtension):
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            # `_end` kills its whole group at last (test_a_command_that_hangs_is_ended_with_all_that_it_has_started).
             start_new_session=True,
         )
         assert process.stdout is not None
         output = bytearray()
         try:
             async with asyncio.timeout(self._limit_s):
+                # To the end, since a command with a full pipe would stand still. Only its last line is shown.
                 while data := await process.stdout.read(OUTPUT_BYTES_MAX):
                     output += data
                     del output[:-OUTPUT_BYTES_MAX]
