@@ -14,7 +14,7 @@ from holdfast.diagnosis.causes import judge
 from holdfast.doctor.device_events import DeviceEvent
 from holdfast.extensions.health.device_watch import EVENTS_MAX, DeviceWatch
 from holdfast.extensions.health.freed_memory import leftover, wait_until_free
-from holdfast.extensions.health.messages import Checked, DeviceSeen, Differs, Recovered, Unfit
+from holdfast.extensions.health.messages import Checked, DeviceNoted, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.extensions.health.node import OnNode
 from holdfast.extensions.health.preflight import Preflight
 from holdfast.protocol import messages as msg
@@ -189,7 +189,7 @@ def test_a_difference_is_reported_once_in_all_generations() -> None:
 
 # --- events of devices -------------------------------------------------------------------------------------------------
 
-XID = DeviceSeen("GPU 3", "XID 79 (the GPU has fallen off the bus)", severe=True, age_s=0.5)
+XID = DeviceSeen(1, "GPU 3", "XID 79 (the GPU has fallen off the bus)", severe=True, age_s=0.5)
 
 
 def test_the_verdict_names_the_device_that_failed_before_the_worker() -> None:
@@ -230,10 +230,26 @@ def test_an_event_of_long_ago_is_not_in_the_verdict() -> None:
 def test_a_severe_event_is_shown_until_the_next_generation_and_another_one_only_written_down() -> None:
     harness = running(max_restarts=1)
     harness.extend(2, "health", XID)
-    harness.extend(2, "health", DeviceSeen("GPU 1", "12 NVLink errors", severe=False, age_s=0.0))
+    harness.extend(2, "health", DeviceSeen(2, "GPU 1", "12 NVLink errors", severe=False, age_s=0.0))
     assert [each["severe"] for each in harness.noted("device")] == [True, False]
     shown = [notice for notice in harness.machine.view(harness.now).notices if "GPU" in notice]
     assert shown == ["XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2"]
+
+
+def test_an_event_that_is_sent_again_is_confirmed_and_told_once_with_its_earliest_time() -> None:
+    """The first message was held by the network, so the event was earlier than it says."""
+    harness = running(judge=judge)
+    harness.wait(9.0)
+    for age_s in (0.0, 4.5, 4.0):
+        harness.extend(2, "health", msgspec.structs.replace(XID, age_s=age_s))
+        assert harness.ordered(2, DeviceNoted) == DeviceNoted(1)
+    assert len(harness.noted("device")) == 1
+    harness.fail(1)
+    harness.both_say(msg.Stopped(harness.machine.generation))
+    outcome = harness.machine.outcome
+    assert outcome is not None
+    assert outcome.verdict is not None
+    assert outcome.verdict.cause.endswith("; XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2 4.5 s before")
 
 
 async def test_a_device_that_fails_during_a_check_is_checked_again() -> None:
