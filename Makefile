@@ -40,6 +40,7 @@ MACHINES ?= x86_64,aarch64
 REPOSITORY ?=
 # Held to that by a plugin: a test in it that starts a process, connects, sleeps or imports torch fails.
 FAST := tests/agent tests/authority tests/benchmarks tests/coordinator tests/corpus tests/diagnosis tests/protocol tests/scenarios tests/simulation tests/extensions/hangs/test_hang_detector.py tests/extensions/hangs/test_hang_reports.py tests/extensions/stragglers
+LIGHT_AGENTS := tests/benchmarks/test_harness.py::test_light_agents_form_a_generation_and_another_without_one_of_them
 
 BIN := $(VENV)/bin
 TORCH ?=
@@ -64,7 +65,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
 
 fast: $(VENV)/.dev
-	$(BIN)/python -m pytest $(FAST) -q -n 2 -p tests.support.pure
+	$(BIN)/python -m pytest $(FAST) -q -n 2 -p tests.support.pure --deselect $(LIGHT_AGENTS)
 
 test: check debian
 	$(BIN)/python -m tools.measured $(PYTEST) -p tests.support.processor_time $(ELSEWHERE)

@@ -22,6 +22,10 @@ NAME = "holdfast-caches-"
 LOCK = ".in-use"
 BYTES_MAX = 10 * 2**30
 """Size of all entries above which the oldest are removed at the end of a job."""
+COPY_BYTES_MAX = 2 * 2**30
+"""Limit of what is copied from a folder that nodes share (--cache-from), and of what is copied to it."""
+COPY_S_MAX = 15.0
+"""Limit of the time for each of the two (s): a node has to be prepared within Limits.prepare_s."""
 SHARE_MAX = 0.2
 """The same as a share of the file system: it may be a small one in memory."""
 OTHERS_WRITE = 0o022
@@ -94,14 +98,22 @@ class CacheFolder:
     def bound(self, bytes_max: int, over: Callable[[], bool]) -> CacheSize | None:
         """Remove the entries that were not used for the longest time until the rest is small enough. Stops when `over`
         says so. None: another job uses the folder, so nothing was looked at. Raises OSError."""
+        with self.alone() as alone, own_folders.private(self.path, OTHERS_WRITE) as folder:
+            if not alone:
+                return None
+            room = os.fstatvfs(folder)
+            # Some file systems do not say how large they are.
+            share = int(SHARE_MAX * room.f_blocks * room.f_frsize) or bytes_max
+            return bound_entries(folder, min(bytes_max, share), over)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Whether no other job uses the folder. If so, none begins to use it in this context."""
         if not self._locked(fcntl.LOCK_EX):
-            return None
+            yield False
+            return
         try:
-            with own_folders.private(self.path, OTHERS_WRITE) as folder:
-                room = os.fstatvfs(folder)
-                # Some file systems do not say how large they are.
-                share = int(SHARE_MAX * room.f_blocks * room.f_frsize) or bytes_max
-                return _bound(folder, min(bytes_max, share), over)
+            yield True
         finally:
             self._locked(fcntl.LOCK_SH)
 
@@ -121,13 +133,13 @@ def size_of(path: str, over: Callable[[], bool]) -> int | None:
     """The size of all that is in it (bytes); None: there is no such folder of this user, or the time was over."""
     try:
         with own_folders.private(path, OTHERS_WRITE) as folder:
-            total = sum(entry.bytes for entry in _entries(folder, (), over))
+            total = sum(entry.bytes for entry in entries(folder, (), over))
     except OSError:
         return None
     return None if over() else total
 
 
-class _CacheEntry(NamedTuple):
+class CacheEntry(NamedTuple):
     """The files of one folder, without those of the folders in it. A library writes what belongs together into one
     folder, and reads it together: it is removed together."""
 
@@ -139,12 +151,12 @@ class _CacheEntry(NamedTuple):
     names: tuple[str, ...]
 
 
-def _bound(folder: int, limit: int, over: Callable[[], bool]) -> CacheSize:
-    entries = list(_entries(folder, (), over))
+def bound_entries(folder: int, limit: int, over: Callable[[], bool]) -> CacheSize:
+    found = list(entries(folder, (), over))
     whole = not over()
-    total = sum(entry.bytes for entry in entries)
+    total = sum(entry.bytes for entry in found)
     removed = 0
-    for entry in sorted(entry for entry in entries if entry.folders and entry.folders[0] not in BOUNDED_BY_ITSELF):
+    for entry in sorted(entry for entry in found if entry.folders and entry.folders[0] not in BOUNDED_BY_ITSELF):
         if total - removed <= limit or over():
             break
         if _remove(folder, entry):
@@ -152,7 +164,7 @@ def _bound(folder: int, limit: int, over: Callable[[], bool]) -> CacheSize:
     return CacheSize(total - removed, removed, whole)
 
 
-def _entries(folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Iterator[_CacheEntry]:
+def entries(folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Iterator[CacheEntry]:
     """The entries below this open folder."""
     used_s, size, names = 0.0, 0, []
     for name in os.listdir(folder):
@@ -171,18 +183,18 @@ def _entries(folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Ite
         size += max(found.st_size, found.st_blocks * 512)
         names.append(name)
     if names and way:
-        yield _CacheEntry(used_s, size, way, tuple(names))
+        yield CacheEntry(used_s, size, way, tuple(names))
 
 
-def _entries_in(name: str, folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Iterator[_CacheEntry]:
+def _entries_in(name: str, folder: int, way: tuple[str, ...], over: Callable[[], bool]) -> Iterator[CacheEntry]:
     fd = own_folders.open_folder(name, folder)
     try:
-        yield from _entries(fd, (*way, name), over)
+        yield from entries(fd, (*way, name), over)
     finally:
         os.close(fd)
 
 
-def _remove(folder: int, entry: _CacheEntry) -> bool:
+def _remove(folder: int, entry: CacheEntry) -> bool:
     """Remove the files of this entry, and its folder if nothing else is in it. A link is removed and never followed."""
     fds: list[int] = []
     try:

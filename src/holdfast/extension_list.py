@@ -116,7 +116,9 @@ EXTENSIONS = (
     ),
     Extension(
         "health",
-        begins=lambda options: bool(options.health_command) or options.preflight != "off" or options.watch_devices,
+        begins=lambda options: (
+            bool(options.health_command) or options.preflight != "off" or options.watch_devices or options.watch_cards
+        ),
     ),
     Extension("load", follows=True),
     Extension("metrics", begins=lambda options: options.metrics is not None or options.health is not None),

@@ -207,6 +207,20 @@ def test_a_grace_that_is_shorter_still_counts() -> None:
     assert any(isinstance(command, do.KillTree) for command in harness.wait(1.1))
 
 
+def test_the_grace_of_holdfast_stop_runs_once_though_the_coordinator_orders_a_stop_as_well() -> None:
+    harness = running()
+    harness.hear(STOP)
+    harness.give(ev.WorkersHeld(1, 0))
+    harness.wait(LIMITS.stop_grace_s - 0.1)
+    harness.hear(msg.Stop(1, msg.StopReason.MEMBER_LEFT, "a is leaving (holdfast stop)"))
+    assert [each for each in harness.wait(0.2) if isinstance(each, do.KillTree)] == [do.KillTree(1)]
+    # All processes of the tree get SIGKILL now: nothing is due again, whatever is left of them.
+    later = harness.wait(3 * LIMITS.stop_grace_s)
+    assert not any(isinstance(each, do.KillTree | do.SignalWorkers) for each in later)
+    harness.give(ev.TreeGone(1))
+    assert harness.has(do.Exit)
+
+
 # --- how an agent looks for the coordinator: pauses, when it gives up, and which node it has lost ---------------------
 
 

@@ -20,6 +20,7 @@ from holdfast.protocol.charter import (
     NO_CHARTER,
     Charter,
     CharterPosition,
+    HostRecord,
     LedFrom,
     Polled,
     Renew,
@@ -392,6 +393,24 @@ def test_numbers_and_the_budget_continue() -> None:
     harness.prepare(2, 3)
     assert harness.to(3, msg.Start)
     assert harness.voters.charter.position.term == 2
+
+
+def test_hosts_on_back_off_are_known_to_the_successor_of_a_successor() -> None:
+    hosts = (HostRecord("n9", 2, 0, 0, 4.0, 0.0),)
+    harness = VotersHarness(Succession(term=3, charter=structs.replace(charter_of(1, 2, 3), hosts=hosts)), own=2)
+    harness.join(2, 3)
+    assert harness.voters.charter.position.term == 3
+    assert harness.voters.charter.hosts == hosts
+
+
+def test_a_host_that_a_user_excludes_or_readmits_is_known_to_a_successor() -> None:
+    harness = VotersHarness().started(1, 2, 3)
+    harness.machine.host_backoff.exclude("n2", harness.now + 60.0)
+    harness.give(Heard(1, msg.Leave("it ends", drain=True)))
+    assert harness.voters.charter.hosts == (HostRecord("n2", 0, 0, 0, 0.0, 60.0),)
+    harness.machine.host_backoff.readmit("n2")
+    harness.give(Tick())
+    assert harness.voters.charter.hosts == ()
 
 
 def test_a_node_that_does_not_come_is_given_its_fence() -> None:

@@ -25,6 +25,7 @@ TABLES = tables(__file__)
 
 OWN = {
     "cache_dir",
+    "cache_from",
     "preflight",
     "health_command",
     "drain_timeout",
@@ -219,7 +220,7 @@ def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
 
 def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -> None:
     """Who adds an option of ours names it here, after looking at the prefixes above."""
-    own = "--preload --preflight --health-command --cache-dir --standby --grow --survive --min-ranks --drain-timeout --preempt-signal --hang-timeout --exclude-after --agent-port --dashboard --notify --otel --metrics --health --no-dedup --ranks-filter --slurm"
+    own = "--preload --preflight --health-command --cache-dir --cache-from --standby --grow --survive --min-ranks --drain-timeout --preempt-signal --hang-timeout --exclude-after --agent-port --dashboard --notify --otel --metrics --health --no-dedup --ranks-filter --slurm"
     own += " --hosts --hostfile --include --exclude --host-discovery --env --ssh --python --cwd --on-disconnect --config --no-config --help --plan --json"
     assert {option.name for option in OPTIONS if option.ours} == {*own.split(), "--version"}
     theirs = torchrun.options()

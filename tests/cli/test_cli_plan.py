@@ -110,6 +110,11 @@ def test_what_is_done_about_hangs(line: str, environ: dict[str, str], said: str)
     assert said in told
 
 
+def test_the_folder_that_fills_an_empty_one_is_shown_with_its_limits() -> None:
+    text = plan("--cache-dir /local/k --cache-from /shared/k train.py")
+    assert "kept in /local/k, 10 GiB at most; an empty one is filled from /shared/k, 2 GiB in 15 s at most" in text
+
+
 def test_the_whole_plan_of_a_static_node(tmp_path: Path) -> None:
     text, _, _ = plan(
         "--nnode 2 --node-rank 1 --nproc-per-node 2 --master-addr h --log-dir /l --role r --cache-dir off train.py '$local_rank'"

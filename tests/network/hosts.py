@@ -33,6 +33,7 @@ END_S_MAX = 10.0
 
 _BOOT = """
 hostname "$1" && mount -t tmpfs -o size=1g tmpfs /dev/shm && mount --bind "$2" /etc/hosts || exit 1
+exec 9</sys/fs/cgroup && mount -t sysfs sysfs /sys && mount --rbind /proc/self/fd/9 /sys/fs/cgroup && exec 9<&- || exit 1
 [ ! -e /etc/resolv.conf ] || mount --bind "$3" /etc/resolv.conf || exit 1
 for file in .bashrc .profile .bash_profile .bash_login; do
     [ ! -e "$4/$file" ] || mount --bind /dev/null "$4/$file" || exit 1
@@ -42,7 +43,8 @@ exec >/dev/null 2>&1
 while :; do sleep 3600; done
 """
 """PID 1 of a host. The shell reaps whatever falls to it. A login shell reads no file of the user's: what such a file
-does when it is killed in the middle, with a lock for example, would stay behind on the machine."""
+does when it is killed in the middle, with a lock for example, would stay behind on the machine. Its /sys is of its own
+network, and of this machine's control groups."""
 
 
 @cache
@@ -54,6 +56,7 @@ def why_not() -> str:
     if missing:
         return f"pretend hosts need {', '.join(missing)} (Debian: iproute2, nftables, util-linux)"
     trial = "ip link add br0 type bridge && ip link add eth0 type veth peer name eth1 && nft add table inet t"
+    trial += " && mount -t sysfs sysfs /sys"
     done = subprocess.run(
         ["unshare", "--net", "--uts", "--pid", "--ipc", "--mount", "--fork", "--mount-proc", "sh", "-c", trial],
         stdin=subprocess.DEVNULL,
@@ -307,6 +310,22 @@ class PretendHosts:
         for host in self:
             shape = ("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate)
             _run_in(host.network, [*shape, "burst", "64kb", "latency", "200ms"], "")
+
+    def slow_node(self, number: int, rate: str) -> None:
+        """What this host sends goes no faster."""
+        shape = ("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate)
+        _run_in(self[number].network, [*shape, "burst", "64kb", "latency", "200ms"], "")
+
+    def slow_link(self, number: int, to: int, rate: str) -> None:
+        """What this host sends to that one goes no faster."""
+        lines = (
+            "qdisc replace dev eth0 root handle 1: htb default 1",
+            "class add dev eth0 parent 1: classid 1:1 htb rate 10gbit",
+            f"class add dev eth0 parent 1: classid 1:3 htb rate {rate}",
+            f"filter add dev eth0 parent 1:0 protocol ip prio 1 u32 match ip dst {self[to].v4}/32 flowid 1:3",
+        )
+        for line in lines:
+            _run_in(self[number].network, ["tc", *line.split()], "")
 
     def on_switch(self, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
         """Start a program in the network of the bridge `br0`, where the cable of each host is the device `v<number>`."""

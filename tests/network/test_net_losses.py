@@ -65,6 +65,8 @@ def test_unplugged_node_stops_before_the_others_go_on_and_comes_back(job_agents)
     until(lambda: not workers_on(job, 3), job.story)
     job.hosts.plug(3)
     job.trains([1, 2, 3], second.born_s)
+    # The node itself has seen why, and says so when it is back.
+    job.agents[0].says("the link lost its carrier 1 time on eth0 of node node3")
     finish(job, (1, 2, 3))
     job.check()
 

@@ -1,4 +1,4 @@
-"""Compiled kernels are kept over jobs: `--cache-dir` in real jobs."""
+"""Compiled kernels are kept over jobs and come from other nodes: `--cache-dir` and `--cache-from` in real jobs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ note("hits", hits=found["fxgraph_cache_hit"], misses=found["fxgraph_cache_miss"]
 
 @pytest.mark.xdist_group("torch jobs")
 @pytest.mark.timeout(300)
-def test_a_second_job_compiles_nothing_again(job_folder: JobFolder, tmp_path: Path) -> None:
-    script, caches = job_folder.script(COMPILED), tmp_path / "caches"
-    for _ in range(2):
-        agent = job_folder.ends(0, "--standalone", "--preload", "none", "--cache-dir", caches, script)
+def test_a_second_job_compiles_nothing_again_on_another_node(job_folder: JobFolder, tmp_path: Path) -> None:
+    """Its folder is another one: what the first job has compiled comes from the shared one."""
+    script = job_folder.script(COMPILED)
+    for number in range(2):
+        folders = ("--cache-dir", tmp_path / f"node{number}", "--cache-from", tmp_path / "shared")
+        agent = job_folder.ends(0, "--standalone", "--preload", "none", *folders, script)
         (bounded,) = agent.events("caches_bounded")
+        (seeded,), (shared,) = agent.events("caches_seeded"), agent.events("caches_shared")
         assert [event["event"] for event in agent.events()][:2] == ["begins", "caches"]
         assert (bounded["whole"], bounded["bytes"] > 0) == (True, True), bounded
+        assert (seeded["files"] > 0, shared["files"] > 0) == (number == 1, number == 0)
     first, second = job_folder.wait(2, "hits")
     assert (first["hits"], first["misses"]) == (0, 1)
     assert (second["hits"], second["misses"]) == (1, 0)

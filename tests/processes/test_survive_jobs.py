@@ -283,14 +283,14 @@ def three_nodes(
 
 
 def three_waiting(
-    job_folder: JobFolder, endpoint: str, waits: int, *options: str, script: Path, **case: Any
+    job_folder: JobFolder, endpoint: str, waits: int, *options: str, script: Path, where: str = "forward", **case: Any
 ) -> list[Agent]:
-    """One rank on each of three nodes. In step 20 one of them waits in its forward pass."""
+    """One rank on each of three nodes. In step 20 one of them waits in its forward pass, or there."""
     options = ("--nproc-per-node", "1", *options, "--rdzv-conf", "settle=60", "--preload", "torch")
     line = (*c10d(endpoint, "1:3", *options), script, job_folder.folder)
 
     def start(number: int) -> Agent:
-        return job_folder.start(*line, json.dumps({"node": number, "faults": [[waits, "forward", 20, "wait"]], **case}))
+        return job_folder.start(*line, json.dumps({"node": number, "faults": [[waits, where, 20, "wait"]], **case}))
 
     agents = [start(0)]
     agents[0].says("waiting: 1 of 1 to 3 nodes are here")
@@ -338,6 +338,24 @@ def test_a_lost_nodes_part_of_a_sharded_model_comes_from_its_copy(job_folder: Jo
         (18, "memory"),
         (12, "memory"),
     }
+
+
+@pytest.mark.usefixtures("meshes_made_again")
+def test_the_node_that_coordinates_and_decides_is_lost_when_one_of_two_knows_that_a_step_is_done(
+    job_folder: JobFolder, endpoint: str
+) -> None:
+    """Replicas on three nodes. The third one's rank has its gradients, and finds out from the second: no step is lost."""
+    case = {"kind": "ddp", "steps": 20, "memory": 100, "nothing of its own": True}
+    agents = three_waiting(job_folder, endpoint, 0, where="told", script=SHARDED, **case)
+    kill_all_of(agents[0])
+    for agent in agents[1:]:
+        assert agent.end(LIMIT_S) == 0, agent.text
+        assert len(agent.events("worker_started")) == 1
+        assert {each["steps_lost"] for each in agent.events("went_on")} == {0}, agent.text
+    found = [json.loads((job_folder.folder / f"end.{number}").read_text()) for number in (1, 2)]
+    for each in found:
+        assert [(world, step) for _, _, world, step, *_ in each["calls"]] == [(3, 0), (2, 21)]
+    assert found[0]["parameters"] == found[1]["parameters"]
 
 
 def others_of_sharded(job_folder: JobFolder, agents: Sequence[Agent]) -> list[dict[str, Any]]:

@@ -488,3 +488,18 @@ async def test_a_hundred_generations_leave_nothing_open(crew: Any) -> None:
         await crew.regroup(generation, 0, 1, 2, safe_point=generation % 2)
     assert crew.descriptors() == before
     await crew.end()
+
+
+@pytest.mark.parametrize("crew", [{"how": ("0=stubborn",), "stop_grace_s": 3600.0}], indirect=True)
+async def test_a_child_in_its_own_session_is_killed_with_its_worker_and_has_no_grace_of_its_own(crew: Any) -> None:
+    await crew.begin()
+    worker, child = crew.pids()[0], int(crew.lines("0")[0].removeprefix("child "))
+    assert os.getsid(child) == child
+    crew.work = Work.STOPPING
+    crew.group.signal(signal.SIGTERM, to_end=True)
+    assert {(await crew.next(WorkerEnded)).local_rank for _ in (1, 2)} == {1, 2}
+    assert processes.is_alive(worker)
+    assert processes.is_alive(child)
+    await crew.end()  # a grace for the child would be an hour
+    assert not processes.is_alive(worker)
+    assert not processes.is_alive(child)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.supervisor import processes
-from holdfast.supervisor.attached import attached
+from holdfast.supervisor.attached import attached, take
 from tests.supervisor.test_supervisor import NUISANCE_PROCESSES, noted, nuisance
 from tests.support.limits import until
 
@@ -47,6 +47,33 @@ def test_an_interruption_is_passed_on(tmp_path: Path) -> None:
         until((tmp_path / "up").exists, "the program runs")
         process.send_signal(signal.SIGINT)
         assert process.wait() == 5
+
+
+def test_an_interruption_after_the_end_of_the_program_changes_nothing(tmp_path: Path) -> None:
+    """A process that it has left behind still runs, so the one between lives on."""
+    script = f"trap '' INT; (until [ -e {tmp_path}/go ]; do sleep 0.01; done) & echo $$ > {tmp_path}/pid; exit 4"
+    with subprocess.Popen(attached(["sh", "-c", script]), stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), "the program runs")
+        program = int((tmp_path / "pid").read_text())
+        until(lambda: not Path(f"/proc/{program}").exists(), "it is reaped")
+        process.send_signal(signal.SIGINT)
+        until(lambda: not processes.signals(process.pid).pending(signal.SIGINT), "the signal has come")
+        (tmp_path / "go").touch()
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (4, "")
+
+
+def test_a_signal_that_comes_while_others_are_taken_is_taken_next() -> None:
+    class Interrupted(list[int]):
+        def pop(self, index: int = -1) -> int:  # type: ignore[override]
+            taken = super().pop(index)
+            if taken == signal.SIGCHLD:
+                self.append(signal.SIGTERM)  # as a handler does
+            return taken
+
+    signals = Interrupted([signal.SIGCHLD])
+    assert take(signals) == [signal.SIGCHLD]
+    assert take(signals) == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["SIGTERM to it", "SIGKILL to the agent"])

@@ -31,16 +31,38 @@ STACK_S = 5.0
 """Time in which a worker writes its stack and ends."""
 
 
-class FakeAgent:
-    """One node's agent. Use as a context manager: it ends what it has started."""
+class NodeMemory:
+    """What a node has beside its workers: a folder in memory, and the saver."""
 
-    def __init__(self, jobs: WarmJobs, folder: Path, script: Path, *arguments: str | Path) -> None:
-        """`folder`: for logs."""
+    def __init__(self, name: str) -> None:
+        self.memory = MemoryFolder.make(name)
+        with memory_folder.listen(self.memory.path / memory_folder.SOCKET) as listening:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                fds = {"listening": listening.fileno(), "control": theirs.fileno()}
+                line = train_contract.saver_argv(self.memory.path, **fds)
+                self._saver = subprocess.Popen(line, pass_fds=fds.values())
+
+    def close(self) -> None:
+        self._control.close()
+        self._saver.kill()
+        self._saver.wait()
+        self.memory.remove()
+
+
+class FakeAgent:
+    """One node's agent, or those of several pretended nodes. Use as a context manager: it ends what it has started."""
+
+    def __init__(
+        self, jobs: WarmJobs, folder: Path, script: Path, *arguments: str | Path, per_node: int | None = None
+    ) -> None:
+        """`folder`: for logs. `per_node`: so many workers pretend to be on one node, with a memory of its own; their
+        local ranks are those in the job. None: all."""
         self._jobs = jobs
         self._folder = folder
         self._run_id = f"fake-{os.getpid()}-{time.monotonic_ns()}"
-        self.memory = MemoryFolder.make(self._run_id)
-        self._saver = self._start_saver()
+        self._per_node = per_node
+        self._nodes = {0: NodeMemory(self._run_id)}
         self._command = [script, *arguments]
         self._board = folder / "board"
         self._board.mkdir()  # it has an inode, and nobody can map it: workers ask for no safe points
@@ -59,13 +81,20 @@ class FakeAgent:
         """Of the generations before: a worker may still leave one."""
         self.generation = 0
 
-    def _start_saver(self) -> subprocess.Popen[bytes]:
-        with memory_folder.listen(self.memory.path / memory_folder.SOCKET) as listening:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                fds = {"listening": listening.fileno(), "control": theirs.fileno()}
-                line = train_contract.saver_argv(self.memory.path, **fds)
-                return subprocess.Popen(line, pass_fds=fds.values())
+    @property
+    def memory(self) -> MemoryFolder:
+        """Of the first node."""
+        return self._nodes[0].memory
+
+    def _memory_of(self, local_rank: int) -> MemoryFolder:
+        node = 0 if self._per_node is None else local_rank // self._per_node
+        if node not in self._nodes:
+            self._nodes[node] = NodeMemory(f"{self._run_id}-{node}-{self.generation}")
+        return self._nodes[node].memory
+
+    def lose(self, node: int) -> None:
+        """Everything on this node is gone; its workers have ended already."""
+        self._nodes.pop(node).close()
 
     def __enter__(self) -> FakeAgent:
         return self
@@ -78,10 +107,8 @@ class FakeAgent:
         for channel in self._channels.values():
             channel.close()
         self._listening.close()
-        self._control.close()
-        self._saver.kill()
-        self._saver.wait()
-        self.memory.remove()
+        for node in self._nodes.values():
+            node.close()
         self._store = None
         self._stores.clear()
 
@@ -137,7 +164,7 @@ class FakeAgent:
             **place,
             BOARD_VARIABLE: f"{self._board}@{local_rank}",
             "PYTHONFAULTHANDLER": "1",  # for `logs_with_stacks`
-            train_contract.SAVER_VARIABLE: f"{self.memory.path}@{self.generation}@{local_rank}",
+            train_contract.SAVER_VARIABLE: f"{self._memory_of(local_rank).path}@{self.generation}@{local_rank}",
         }
         log = self._folder / f"{local_rank}.log"
         self.workers[local_rank] = self._jobs.start(*self._command, env=environment, output=log)

@@ -44,10 +44,16 @@ def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJ
 
 
 def started(
-    jobs: WarmJobs, folder: Path, script: Path = SURVIVOR, *, world: Collection[int] = WORLD, **case: Any
+    jobs: WarmJobs,
+    folder: Path,
+    script: Path = SURVIVOR,
+    *,
+    world: Collection[int] = WORLD,
+    per_node: int | None = None,
+    **case: Any,
 ) -> FakeAgent:
     folder.mkdir(exist_ok=True)
-    agent = FakeAgent(jobs, folder, script, folder, json.dumps({"apart": True} | case))
+    agent = FakeAgent(jobs, folder, script, folder, json.dumps({"apart": True} | case), per_node=per_node)
     agent.start(world)
     return agent
 

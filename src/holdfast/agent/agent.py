@@ -394,6 +394,8 @@ class Agent:
             case WorkersAble() | ReplacementsReady() | RegroupRefused():
                 self._on_regrouping(now, event)
             case WorkersFenced():
+                # Their ends follow, and must not be reported as failures
+                # (test_workers_killed_by_the_supervisor_at_the_fence_are_no_failures).
                 if self._at_work() or self.work is Work.STOPPING:
                     self._note("fenced_by_supervisor")
                     self._kill()
@@ -414,6 +416,8 @@ class Agent:
         match message:
             case Joined(lease_s, fence_s, ping_interval_s):
                 self._joined = True
+                # What was long on its way renews the lease only as of the time at which it was sent
+                # (test_the_fence_counts_from_what_was_sent_not_from_what_came_back).
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
                 granted = lease_s, fence_s, ping_interval_s, 0.0 if self._too_slow else message.suspend_s
                 self._lease.granted(*granted, confirmed_s=asked_s - message.age_s, now=now)
@@ -541,6 +545,8 @@ class Agent:
 
     def _on_link_lost(self, now: float, reason: str, *, silent: bool = False) -> None:
         self.link = Link.DOWN
+        # The coordinator may have seen that identity, and each is used once
+        # (test_it_joins_with_an_identity_never_used_before).
         if self._join_sent_s is not None:
             self._joins += 1
         if self._joined:
@@ -749,6 +755,8 @@ class Agent:
         """Report a fault that ends the generation. If no coordinator knows the generation, kill the workers."""
         if self._current().confirmed:
             self._send(message)
+        # Else a new coordinator could continue a generation of which this rank is lost
+        # (test_a_failure_that_nobody_can_be_told_ends_the_generation_here).
         elif self._at_work():
             self._kill()
 
@@ -767,6 +775,7 @@ class Agent:
             return False
         if current.generation != event.generation:
             return False
+        # The board does not record ends (test_the_board_knows_no_ends_but_the_agent_does).
         done, age_s = dict.fromkeys(current.done, Stage.DONE), now - then_s
         ranks = tuple(
             structs.replace(each, stage=done.get(each.local_rank, each.stage), age_s=each.age_s + age_s)
@@ -809,6 +818,8 @@ class Agent:
             self._hold_again()
             return
         current.reached = reached
+        # No worker asks for safe points: to wait for one would cost the notice its time
+        # (test_a_notice_stops_at_once_where_they_ask_for_none).
         if self.leaving is not None and reached == 0:
             self._go(now)
             return
@@ -931,6 +942,7 @@ class Agent:
         """Start to stop the workers: the signal to the leaders now, SIGKILL to all processes after the grace."""
         current = self._current()
         if self.work is Work.DRAINING and current.safe_point is None:
+            # One that is held waits in should_stop(), whatever its own handler of SIGTERM has noted.
             self._out.append(ReleaseWorkers(current.generation, 0))
         self._enter(Work.STOPPING)
         current.stopped = True  # a worker that ends with 0 because of it has not done its work
@@ -1014,6 +1026,8 @@ class Agent:
 
     def _on_quit(self, now: float, *, drain: bool, by: str) -> None:
         if drain:
+            # Else `holdfast stop`, asked twice, would be a second signal, which kills
+            # (test_stop_said_twice_is_no_kill).
             if self.leaving is None:
                 self._on_signal(now, Signalled(signal.SIGTERM, by, kills="`holdfast kill`"))
             return

@@ -20,12 +20,15 @@ class Lease:
     """The time at which the newest confirmed message was sent. The coordinator's lease was renewed at this time or
     later."""
     ping_at_s: float
+    """The time at which the next ping is due."""
     suspend_s: float = 0.0
     """The age of the lease at which workers are suspended (s), as in Joined."""
     lease_s: float = 0.0
     """The age at which suspended workers are killed (s), as in Joined."""
     _number: int = 0
+    """The number of the newest ping, over all links."""
     _open: dict[int, float] = field(default_factory=dict)
+    """The times at which the pings without an answer were sent, by number: the newest PINGS_OPEN_MAX of this link."""
 
     @property
     def fence_at_s(self) -> float:

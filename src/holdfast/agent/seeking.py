@@ -12,11 +12,17 @@ from holdfast.protocol.policy import Limits, Pauses
 
 @dataclass(slots=True)
 class Seeking:
+    """One search, from the loss of a link (or the agent's begin) until the next link."""
+
     limits: Limits
     since_s: float
+    """The time at which it began. It ends in vain `join_s` later."""
     dial_at_s: float
+    """The time of the next attempt."""
     notices: Pauses
+    """Knows when users get the next line about it."""
     pause_s: float
+    """The pause after the next attempt that fails. It doubles with each, up to a limit."""
     error: DialFailed | None = None
     """The reason why the last attempt failed."""
 

@@ -161,7 +161,7 @@ Command = SendRenewed | AskVote | AnswerPoll | Lead | Note
 
 
 class Voter:
-    """One voter. `TRANSITIONS` lists every change of its stage."""
+    """One voter. `TRANSITIONS` lists every change of `stage`, which `_enter` alone makes."""
 
     def __init__(self, name: str, limits: Limits, now: float, *, stands: bool) -> None:
         """`name`: of its seat, an identity that is used once. `stands`: it is an agent; False: it is a witness, which
@@ -173,6 +173,8 @@ class Voter:
         self.term = 0
         """The newest term in which it has a coordinator or has voted."""
         self.charter: Charter | None = None
+        """The newest one that a coordinator has sent, or that others have and in which it has a seat; None: there was
+        none. Its position only grows."""
         self._newer: Charter | None = None
         """A newer charter in which it has no seat."""
         self._denies: set[str] = set()
@@ -188,19 +190,23 @@ class Voter:
         self._closed = False
         """The newest coordinator closed the link."""
         self._lost_s = now
+        """The time at which it lost its newest coordinator; else the time at which it began."""
         self._gone: set[str] = set()
         """Voters whose process has ended."""
         self._follow_terms: dict[str, int] = {}
         """The terms of the coordinators to which other voters are linked."""
         self._stand_at_s = now
+        """The time before which it does not stand. Means something while it is ALONE."""
         self._failed = 0
         """Elections without a winner since the loss."""
         self._poll: Poll | None = None
-        """What it asks for; None: nothing."""
+        """Its question to the other voters; None: it asks nothing."""
         self._asked_s = now
+        """The time at which it asked. Means something while there is a `_poll`."""
         self._answers: dict[str, Polled | None] = {}
         """The answer of each voter; None: there is none."""
         self._leaves = False
+        """Its agent ends soon, so it does not stand any more. Never taken back."""
         self._rival = False
         """Another voter asks for the votes, as in Renewed."""
         self._job_began_s = now
@@ -300,6 +306,8 @@ class Voter:
                 self._on_heard_of(now, LeaderAddress(address, port, term))
             case Leaves():
                 self._leaves = True
+                # Elected, it would start a coordinator that ends at once
+                # (test_an_agent_that_leaves_votes_and_does_not_stand).
                 if self._poll is not None:
                     self._fail(now)
             case Tick():
@@ -334,7 +342,8 @@ class Voter:
     # ---------------------------------------------------------------- coordinator and charter
 
     def _follow(self, term: int) -> None:
-        """A coordinator of an earlier term is none: it may not know yet that there is a later one."""
+        """Follow the coordinator of this term. One of an earlier term is ignored: it may not know yet that there is a
+        later one."""
         if term < self.term:
             return
         if term > self.term:
@@ -349,10 +358,14 @@ class Voter:
         self._closed = closed and not local
         self._lost_s = now
         self._follow_terms.clear()
+        # It stepped aside for another one, which gets time to stand first
+        # (test_one_that_stepped_aside_lets_the_others_stand_first).
         self._stand_at_s = now + (self.limits.lease_s if aside else self.limits.stand_s * self._place())
         self._enter(VoterState.ALONE)
 
     def _on_renew(self, now: float, renew: Renew) -> None:
+        # A founder takes its term without a vote: somebody else may have been elected in it by this vote
+        # (test_after_a_vote_it_confirms_no_coordinator_of_an_earlier_term_and_no_founder_of_this).
         if renew.term == self.term and self._voted_for and renew.founded:
             return
         # An agent is Linked first. What was still on its way when it lost this coordinator does not bring it back.
@@ -386,14 +399,21 @@ class Voter:
         granted = self._would_vote(poll)
         follows = self.term if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) else 0
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
+        # The coordinator learns from the next Renewed that somebody else stands, and steps aside if its own nodes are
+        # too few (test_it_steps_aside_for_one_that_stands_for_a_lease).
         self._rival = self._rival or (bool(follows) and poll.held >= self.held)
+
         if granted and poll.final:
             self._vote(now, poll)
+        # A candidate may lack what only this voter, or a witness, has got in time
+        # (test_what_only_a_witness_has_reaches_a_candidate).
         newer = poll.held < self.held and not (follows and poll.final)
         charter = self.charter if newer else None
         self._out.append(AnswerPoll(number, Polled(self.term, granted, silent_s, closed, self.name, follows, charter)))
 
     def _would_vote(self, poll: Poll) -> bool:
+        # Else a node that is cut off could depose a coordinator that all others hear
+        # (test_a_voter_that_follows_a_coordinator_votes_for_nobody).
         if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) or poll.held < self.held:
             return False
         return poll.term > self.term or (poll.term == self.term and self._voted_for == poll.candidate.name)
@@ -428,6 +448,7 @@ class Voter:
         self._follow_terms[name] = 0 if polled is None else polled.follows
         if poll == self._poll:
             self._answers[name] = polled
+
         newer = None if polled is None else polled.charter
         if newer is not None and not self._learn(now, newer) and newer.position > self.held:
             self._denies.add(name)
@@ -447,7 +468,8 @@ class Voter:
         return True
 
     def _take(self, now: float, charter: Charter) -> None:
-        """What it asks for is for an older one, which may be the only one in which it has a seat."""
+        """Hold this charter from now on. An election that it has begun ends: it is for an older charter, which may be
+        the only one in which it has a seat."""
         self.charter, self._newer = charter, None
         self._denies.clear()
         if self._poll is not None:
@@ -475,7 +497,11 @@ class Voter:
     def _win(self, now: float, votes: list[Polled]) -> None:
         own, charter = self._seat(), self.charter
         assert own is not None
+        # The lost coordinator's workers live one fence from its newest confirmation on, and each of these may have
+        # given that (test_silence_counts_from_what_the_voter_last_confirmed).
         silent_s = min([now - self._bound_s, *(vote.silent_s for vote in votes)])
+        # A coordinator that one of them only did not hear any more may live
+        # (test_a_coordinator_that_became_silent_is_not_said_to_have_ended).
         closed = self._closed and all(vote.closed for vote in votes)
         self.leader = LeaderAddress(own.address, own.port, self.term)
         self._poll = None
@@ -489,6 +515,8 @@ class Voter:
         limits = self.limits
         pause_s = min(limits.stand_again_s * 2.0**self._failed, limits.stand_again_max_s)
         self._failed += 1
+        # Each voter waits for another time: those that stand together split the votes again
+        # (test_a_split_vote_is_followed_by_one_winner).
         self._stand_at_s = now + pause_s + self._stagger_s()
         self._poll = None
         self._enter(VoterState.ALONE)

@@ -217,6 +217,7 @@ class Charters:
         if voter is None or renewed.term != self.term:
             return
         if renewed.rival:
+            # One that asks now and then is no reason to step aside (test_one_that_asks_now_and_then_does_not_stand).
             if now > self._rival_s + self._limits.lease_s:
                 self._rival_since_s = now
             self._rival_s = now
@@ -409,6 +410,8 @@ def voters_of(
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
     able = [m for m in members if m.port and m is not local]
+    # Each change of the voters needs the consent of those before. One that leaves would take its vote along
+    # (test_a_node_that_leaves_gives_its_vote_to_another_one).
     for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
         if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)

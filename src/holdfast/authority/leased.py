@@ -39,6 +39,7 @@ class Leased(Sole):
         return self._holds()
 
     def is_quiet(self, now: float) -> bool:  # noqa: ARG002
+        # A shell answers pings without an event while this is true (test_without_the_lease_no_ping_is_answered).
         return self._holds()
 
     def reported(self, now: float, join: Join) -> float:

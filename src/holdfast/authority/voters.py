@@ -116,6 +116,8 @@ class Voters:
         self._floor = charter.generation
         if charter.generation:
             self._nodes.take(charter, died_s)
+        # A connection that was closed does not prove that the process has ended: one that is refused does
+        # (test_a_coordinator_that_may_live_is_given_its_fence).
         if succession.closed:
             self._charters.prove(charter.leader, self._began_s)
         fenced_at_s = died_s + self._limits.fence_s + self._limits.kill_s
@@ -290,11 +292,14 @@ class Voters:
             gathering.pause = older.wait(now)
         if facts.world is not None:
             return {}
+
         gathering.awaited = max(facts.job.min_nodes, nodes.living) if nodes.left else 0
         spared: dict[int, Spared] = {}
         if now >= self._goes_on_at_s():
             parts = nodes.without().items()
             spared = {rank: Spared(part, *SILENT) for rank, part in parts if rank not in facts.previous.missing}
+        # No fence is waited for where all have come or are proved to have ended
+        # (test_no_fence_for_a_node_that_has_ended).
         if nodes.alone and nodes.left and not nodes.missing:
             gathering.not_before_s = min(gathering.not_before_s, now)  # nobody else runs workers
         return spared
@@ -358,7 +363,7 @@ class Voters:
         return self._recalled(now, recall, alive=bool(polled.follows))
 
     def _ask_witnesses(self, now: float) -> list[Command]:
-        """Whether they know of an older job."""
+        """Ask the witnesses whether they know of an older job."""
         if now < self._ask_at_s or not self._witnesses:
             return []
         self._ask_at_s = now + self._limits.prove_s
@@ -372,7 +377,7 @@ class Voters:
         self._reseat = True
 
     def _step_down(self, order: StepDown) -> StepDown:
-        """What was held back is never released."""
+        """Drop the orders that are held: they are never released."""
         self._held = []
         return order
 
@@ -383,6 +388,7 @@ class Voters:
         charters, facts, out = self._charters, self._facts, list[Command]()
         for command in (*commands, *self._propose(now)):
             match command:
+                # These start and end nothing, so they need not wait behind an order that is held.
                 case Tell(_, Pong() | Joined() | Moved() | Answer() | Extended()):
                     out.append(command)
                 case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:

@@ -141,6 +141,13 @@ OPTIONS: tuple[Option, ...] = (
             "where workers keep compiled kernels; auto: one per user, temporary; off: where each library does",
             "DIR|auto|off",
         ),
+        own(
+            "--cache-from",
+            TEXT,
+            "off",
+            "folder on shared storage: an empty --cache-dir is filled from it, and gives it what is new",
+            "DIR|off",
+        ),
     ),
     *in_group(
         RESTARTS,

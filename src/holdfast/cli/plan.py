@@ -299,7 +299,11 @@ def caches_text(options: RunOptions, environ: Mapping[str, str]) -> str:
         return "off: each library keeps compiled kernels in its own place"
     theirs = [name for name in compile_caches.VARIABLES if name in environ]
     but = f"; already set: {', '.join(theirs)}" if theirs else ""
-    return f"compiled kernels are kept in {options.cache_dir}, {compile_caches.BYTES_MAX // 2**30} GiB at most{but}"
+    kept = f"compiled kernels are kept in {options.cache_dir}, {compile_caches.BYTES_MAX // 2**30} GiB at most{but}"
+    if options.cache_from is None:
+        return kept
+    limits = f"{compile_caches.COPY_BYTES_MAX // 2**30} GiB in {compile_caches.COPY_S_MAX:g} s"
+    return f"{kept}; an empty one is filled from {options.cache_from}, {limits} at most, and gives it what is new"
 
 
 def preload_text(options: RunOptions) -> str:

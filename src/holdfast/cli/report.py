@@ -171,6 +171,8 @@ def kernels_text(kept: KeptKernels) -> str:
 
     >>> kernels_text(KeptKernels("a", "/tmp/c", True, "", 3 * MIB, MIB))
     'a: /tmp/c, with entries of earlier jobs; 3.0 MiB at the end, 1.0 MiB removed'
+    >>> kernels_text(KeptKernels("a", "/tmp/c", False, seeded_bytes=2 * MIB, copy_errors=["/s: no answer"]))
+    'a: /tmp/c, empty at the start; 2.0 MiB copied from shared storage; /s: no answer'
     """
     parts = ["with entries of earlier jobs" if kept.had_entries else "empty at the start"]
     if kept.bytes is not None:
@@ -178,6 +180,11 @@ def kernels_text(kept: KeptKernels) -> str:
         parts.append(f"{kept.bytes / MIB:.1f} MiB at the end{removed}")
     if kept.error:
         parts.append(kept.error)
+    if kept.seeded_bytes is not None:
+        parts.append(f"{kept.seeded_bytes / MIB:.1f} MiB copied from shared storage")
+    if kept.shared_bytes is not None:
+        parts.append(f"{kept.shared_bytes / MIB:.1f} MiB copied to it")
+    parts += kept.copy_errors
     return f"{kept.node}: {kept.folder}, {'; '.join(parts)}"
 
 

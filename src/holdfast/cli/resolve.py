@@ -108,6 +108,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         omp_num_threads=threads,
         compile_threads=compile_threads(environ, devices.number, cpus),
         cache_dir=cache_folder(parsed, environ),
+        cache_from=shared_cache_folder(parsed, environ),
         preload=imports,
         standby=given.standby == "on" and bool(imports.modules) and may_restart(rdzv.job),
         start_method=given.start_method,
@@ -120,6 +121,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         health_command=health_command(parsed),
         preflight=preflight_level(given.preflight, devices, probes),
         watch_devices=(devices.kind != "cpu" and has_gpus(probes)) or has_infiniband(probes),
+        watch_cards=rdzv.job.max_nodes > 1,
         health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),
@@ -352,6 +354,23 @@ def cache_folder(parsed: Parsed, environ: Mapping[str, str]) -> str | None:
         return compile_caches.folder_of(parsed.values.cache_dir, environ)
     except OSError:
         raise parsed.error("cache_dir", CacheDirError, "the current folder was deleted") from None
+
+
+def shared_cache_folder(parsed: Parsed, environ: Mapping[str, str]) -> str | None:
+    """The absolute path of the folder for compiled kernels that nodes share; None: --cache-from off."""
+    given: str = parsed.values.cache_from
+    if given in ("", "off"):
+        return None
+    own = cache_folder(parsed, environ)
+    if own is None:
+        raise parsed.error("cache_from", UsageError, "needs --cache-dir: kernels are copied into that folder")
+    try:
+        shared = os.path.abspath(os.path.expanduser(given))
+    except OSError:
+        raise parsed.error("cache_from", CacheDirError, "the current folder was deleted") from None
+    if os.path.commonpath((own, shared)) in (own, shared):
+        raise parsed.error("cache_from", UsageError, f"must be apart from --cache-dir {own}")
+    return shared
 
 
 def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices: list[str]) -> LogOptions:

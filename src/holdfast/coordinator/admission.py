@@ -47,12 +47,16 @@ class Deny(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Admission:
+    """Decides on the Join of each agent: at once, or as a claim that waits."""
+
     job: JobSpec
     other_line: Callable[[NodeSpec], str] = lambda _: ""
     """Says how a node's command line differs from the job's, in words; empty: it does not."""
     identities: set[str] = field(default_factory=set)
+    """All identities that were ever admitted, also of members that are gone."""
     claims: dict[int, tuple[Join, float]] = field(default_factory=dict)
-    """Joins for a place that another member holds, and since when. That member may be dead without being lost yet."""
+    """Joins for a place that another member holds, and since when, by link. That member may be dead without being lost
+    yet."""
 
     def consider(
         self, link: int, join: Join, members: Iterable[Member], now: float, *, local: bool = False
@@ -87,6 +91,7 @@ class Admission:
                 return Admit(link, join, since_s)
             if any(holder.node.agent == join.node.agent for holder in holders):
                 continue  # its own earlier membership: messages of the old link may still arrive
+
             # A holder that is leaving frees the place (test_a_holder_that_is_leaving_does_not_deny). What arrives
             # just after the claim may have been sent by one that has died (test_last_words_of_a_holder_do_not_deny).
             if all(holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving for holder in holders):
@@ -121,6 +126,8 @@ class Admission:
         """
         if self.job.fixed_ranks:
             return [m for m in members if (m.node.node_rank or 0) == (node.node_rank or 0)]
+        # A second job at this endpoint that has no run id, either, would wait as a spare of this one
+        # (test_second_job.py).
         spare = self.job.max_nodes > 1 and not (self.job.run_id == UNNAMED and self.other_line(node))
         if spare:
             return []
@@ -135,6 +142,8 @@ def _claims_too_much(join: Join) -> str:
         return f"{name} says that it took part in generation {newest}, which cannot be"
     if running is None:
         return ""
+    # A world may be made of such reports, and a rank is kept for each worker: one report that does not fit would end
+    # the job for all (test_numbers_that_cannot_be_are_refused).
     possible = (
         1 <= running.generation <= newest
         and 0 <= running.group_rank < running.group_world_size

@@ -108,7 +108,10 @@ def complaint_of(failure: Failure) -> Complaint:
     if failure.after_stop or not may_be_consequence(failure):
         return Complaint.NONE
     root, last = _root_and_last(failure)
+    # The message is that of the last exception: a script that wraps what a collective raises puts its own words there
+    # (test_the_root_of_a_chain_counts).
     text = f"{failure.message[:SEARCHED_CHARACTERS]}\n{root}"
+    # torch's watchdog writes to stderr and aborts the process: then there is no exception.
     if TIMED_OUT.search(f"{text}\n{failure.stderr_tail[-SEARCHED_CHARACTERS:]}"):
         return Complaint.TIMED_OUT
     if NOTICED.search(f"{text}\n{failure.stderr_tail[-SEARCHED_CHARACTERS:]}"):
@@ -122,6 +125,8 @@ def complaint_of(failure: Failure) -> Complaint:
     # Ranks agree by a collective: without a process group there is nothing to wait for.
     if failure.exit_code <= 0 or not failure.in_group:
         return Complaint.NONE
+    # It called sys.exit without an exception. Where no output is kept, nothing was read, and the lack of words says
+    # nothing.
     silent = not failure.message and bool(failure.stderr_file)
     return Complaint.ON_PURPOSE if silent or _is_raised(root) else Complaint.NONE
 

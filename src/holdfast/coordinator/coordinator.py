@@ -30,7 +30,6 @@ from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, Li
 from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, Restart, around, ended_without
 from holdfast.coordinator.extending import Extensions
 from holdfast.coordinator.formation import (
-    BACK_OFF,
     FENCE,
     Candidate,
     FormNow,
@@ -50,7 +49,17 @@ from holdfast.coordinator.replacements import Replacements
 from holdfast.coordinator.stop_delay import StopDelay
 from holdfast.coordinator.training import Training
 from holdfast.coordinator.views import job_view
-from holdfast.coordinator.world import Draining, Formation, Member, PendingLink, Phase, World, master_address, names
+from holdfast.coordinator.world import (
+    Draining,
+    Formation,
+    Member,
+    PendingLink,
+    Phase,
+    World,
+    is_local,
+    master_address,
+    names,
+)
 from holdfast.protocol.charter import Charter
 from holdfast.protocol.errors import NodesError, ProtocolError
 from holdfast.protocol.extension import (
@@ -1003,7 +1012,7 @@ class Coordinator:
         self._regrouping.reset()
         gathering = self.gathering
         gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
-        gathering.pause = BACK_OFF
+        gathering.pause = ""
         self._waiting_said = Pauses.begin(now, self.limits.say_interval_s)
         self._why = reason
         self._count_candidates(now)
@@ -1674,6 +1683,15 @@ class JobSeen:
             MemberSeen(each.name, each.node.host, each.node.hosts_coordinator)
             for each in self._machine.members.values()
         ]
+
+    def address(self, member: str) -> str:
+        found = self._machine.members.get(member)
+        if found is None:
+            return ""
+        if found.node.local_addr or not is_local(found.address):
+            return master_address([found])
+        # It came over loopback.
+        return master_address([found, *(each for each in self._machine.members.values() if each is not found)])
 
     def nodes(self) -> list[NodeSeen]:
         world, found, rank_base = self._machine.world, [], 0

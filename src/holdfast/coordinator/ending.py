@@ -273,8 +273,8 @@ class Endings:
         return Restart(end.backoff_s, notice, self._excluded(now, world, incident, verdict))
 
     def survived(self, now: float, world: World, incident: Incident) -> tuple[Notice, tuple[Waiting, ...]]:
-        """What ranks of this world were lost by, now that the others go on without them. Also the hosts that are
-        excluded now."""
+        """Say by what this world has lost ranks, now that the others go on without them. Also returns the hosts that
+        are excluded now."""
         verdict = incident.verdict = self._judged(_evidence(world, incident, self._budget, ""))
         self._note_verdict(world, verdict)
         charged = f"; it counts as {self._budget.newest}" if incident.charged and not incident.covered else ""

@@ -158,6 +158,8 @@ class Extensions:
     def _ask(self, now: float, extension: CoordinatorExtension, number: int, ask: Ask) -> Orders:
         try:
             about: object = codec.clean(msgspec.json.decode(ask.about, type=extension.questions[ask.question]))
+        # What a user sends is refused to that user, and costs the node on which it was asked no link
+        # (test_what_it_is_not_asked_about_is_refused_and_costs_no_link).
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return [RefuseRequest(number, f"{ask.question} cannot be asked like this: {error}")]
         return extension.asked(now, UserRequest(number, ask.question, ask.by, about))

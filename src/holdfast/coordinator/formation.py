@@ -27,18 +27,22 @@ class Gathering(Struct, kw_only=True):
     """Input of the decision to form, kept up to date by the machine. Times are seconds on the coordinator's clock."""
 
     present: int
+    """The number of candidates."""
     began_s: float
+    """The time at which the wait began; `join_s` counts from there."""
     last_arrival_s: float
+    """The time at which a member joined last."""
     quorum_s: float | None
     """The time since which at least min_nodes have been present; None: they are not."""
     not_before_s: float
+    """The time before which nothing is formed, however many are present."""
     regroup: bool
     """A world existed before and enough of its nodes are left: do not wait for new nodes."""
     awaited: int = 0
     """A successor forms at once when this many nodes are present: all that are left of the generation before; 0: none
     is known."""
-    pause: str = BACK_OFF
-    """What it waits for until not_before_s, for users."""
+    pause: str = ""
+    """What it waits for until not_before_s, for users; empty: it is a back-off."""
     extends: bool = False
     """It may wait longer than that."""
     asks_until_s: float = -inf
@@ -53,6 +57,8 @@ class Gathering(Struct, kw_only=True):
         """Note the number of candidates that are present now."""
         self.present = present
         if present < min_nodes:
+            # With too few nodes left it is as at the first start: whoever comes first is given time to be followed by
+            # others.
             self.quorum_s, self.regroup = None, False
         elif self.quorum_s is None:
             self.quorum_s = now
@@ -98,16 +104,17 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
             return NoQuorum(f"{gathering.present} of at least {job.min_nodes} nodes came within {limits.join_s:g} s")
         # A fence is a second reason to wait, which users have to know. A back-off is over before the missing nodes
         # matter.
-        also = f"; {gathering.pause}" if now < gathering.not_before_s and gathering.pause != BACK_OFF else ""
+        also = f"; {gathering.pause}" if now < gathering.not_before_s and gathering.pause else ""
         return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here{also}", gives_up=True)
     if now < gathering.not_before_s:
-        return WaitUntil(gathering.not_before_s, gathering.pause, at_most=not gathering.extends)
+        return WaitUntil(gathering.not_before_s, gathering.pause or BACK_OFF, at_most=not gathering.extends)
     if now < gathering.asks_until_s:
         return WaitUntil(gathering.asks_until_s, ASKS, at_most=True)
     if gathering.present >= job.max_nodes:
         return FormNow(f"all {job.max_nodes} nodes are here")
     if gathering.regroup:
         return FormNow(f"regrouping with the {gathering.present} nodes left")
+    # A successor knows how many can come, and waits for no others (test_numbers_and_the_budget_continue).
     if gathering.awaited and gathering.present >= gathering.awaited:
         return FormNow(f"the {gathering.present} nodes that are left are here")
     # Each arrival puts it off, but never beyond the last call (scenarios settle and last_call).
@@ -136,6 +143,7 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
     incumbents = [name for name in previous if name in by_name]
     newcomers = sorted((c for c in candidates if c.node.member not in index), key=lambda c: c.arrival)
     free = max(0, job.max_nodes - len(incumbents))
+    # Newcomers push out no node that trains (test_more_than_max_come_incumbents_stay_then_by_arrival).
     chosen = [by_name[name] for name in incumbents[: job.max_nodes]] + [c.node for c in newcomers[:free]]
     seats: list[NodeSpec | None] = [None] * len(chosen)
     seated: set[str] = set()
@@ -156,6 +164,8 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
         if node.hosts_coordinator:
             place(node, 0)
     arrival = {c.node.member: c.arrival for c in candidates}
+    # Neighbours in a ring exchange most, so nodes of one switch get places side by side
+    # (test_nodes_of_one_switch_are_neighbours_and_those_of_the_coordinator_s_first).
     near = next((node.switches for node in chosen if node.hosts_coordinator), ())
     rest = sorted(
         (node for node in chosen if node.member not in seated),

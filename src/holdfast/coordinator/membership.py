@@ -28,16 +28,23 @@ class Membership:
         self._limits = limits
         self._host_backoff = host_backoff
         self.members: dict[str, Member] = {}
+        """All members, by name. Changed by `add` and `remove` only."""
         self.pending: dict[int, PendingLink] = {}
         """The links in the order in which they were opened. Changed by `open_link` and `close_link` only."""
         self._pending_of: Counter[str] = Counter()
         """Number of pending links by address."""
         self._by_link: dict[int, str] = {}
+        """The name of each member, by its link."""
         self._busy: dict[str, Member] = {}
+        """The members whose `busy_generation` is not 0."""
         self._arrivals = 0
+        """Number of members so far; it only grows."""
         self._candidates: dict[str, Member] = {}
+        """Members that may take part, in order of arrival. Always a part of `members`."""
         self._waiting: list[tuple[Member, float]] = []
+        """Members on host back-off, each with the time at which that ends."""
         self._outsiders: dict[str, Member] = {}
+        """The candidates that are not in `_outside_of`."""
         self._outside_of: Mapping[str, object] = {}
         """The world for which the outsiders were computed."""
         self._fresh_until_s = -inf
@@ -209,6 +216,7 @@ class Liveness:
 
     limits: Limits
     looked_s: float
+    """The time of the newest look. A gap between two looks is a pause of this process."""
     pardoned_s: float = 0.0
     """Silence before this time does not count."""
     next_expiry_s: float = inf
@@ -231,9 +239,13 @@ class Liveness:
         """
         gap = now - self.looked_s
         self.looked_s, self.next_early_s = now, inf
+        # This pause matters to the short leases alone: healthy nodes would be lost early
+        # (test_a_coordinator_that_stood_still_loses_nobody_for_its_own_pause).
         if gap > short_lease_s / 2:
             self.early_pardoned_s = now - self.limits.ping_interval_s
         if gap > self.limits.lease_s / 2:
+            # The members' own times stay as they are: a pardon is no sign of life, by which a dead holder of a rank
+            # would deny the claim of the next one (test_a_pardon_is_no_sign_of_life).
             self.pardoned_s, self.next_expiry_s = now - self.limits.ping_interval_s, inf
             return []
         lease_s, found = self.limits.lease_s, []
@@ -251,6 +263,7 @@ class Liveness:
         heard = [(max(member.last_heard_s, pardoned_s), member) for member in members]
         first_s = min((heard_s for heard_s, _ in heard if heard_s + short_lease_s > now), default=inf)
         self.next_early_s = first_s + short_lease_s
+        # Both are lost then, and the others go on once (test_nodes_that_fall_silent_together_are_lost_together).
         if first_s + short_lease_s <= now + self.limits.short_lease_of(0.0):
             return []
         return [member for heard_s, member in heard if heard_s + short_lease_s <= now]
@@ -261,7 +274,9 @@ class _Record:
     strikes: int = 0
     """Quick losses of this host in a row."""
     blames: int = 0
+    """Generations that ended because of it, since it was last excluded for that."""
     exclusions: int = 0
+    """Number of its exclusions; each is longer than the one before."""
     stay_s: float = 0.0
     """Time for which an agent of this host must be a member before the others are regrouped for it (s)."""
     excluded_until_s: float = 0.0
@@ -276,7 +291,7 @@ class HostBackoff:
     exclude_after: int
     _records: dict[str, _Record] = field(default_factory=dict)
     changes: int = 0
-    """Grows with every change of a record."""
+    """Grows with every change of a record that a successor has to know: then the charter is written again."""
 
     def records(self, now: float) -> tuple[HostRecord, ...]:
         """The newest HOSTS_MAX hosts, for a successor."""
@@ -292,6 +307,9 @@ class HostBackoff:
             # A charter has durations: the clocks of two coordinators cannot be compared.
             record.excluded_until_s = now + each.excluded_s if each.excluded_s else 0.0
             self._records[each.host] = record
+            # Else the charter of this coordinator had no hosts, and the next one forgot them
+            # (test_hosts_on_back_off_are_known_to_the_successor_of_a_successor).
+            self.changes += 1
 
     def lost(self, host: str, *, lived_s: float) -> None:
         """A member on this host was lost `lived_s` after its first workers were started (or else after it joined)."""
@@ -327,10 +345,12 @@ class HostBackoff:
     def exclude(self, host: str, until_s: float) -> None:
         """A user excludes this host."""
         self._records.setdefault(host, _Record()).excluded_until_s = until_s
+        self.changes += 1
 
     def readmit(self, host: str) -> None:
         """A user ends its exclusion, and what it was blamed for is forgotten."""
         self._records.pop(host, None)
+        self.changes += 1
 
     def excludes(self, host: str, now: float) -> bool:
         record = self._records.get(host)

@@ -283,7 +283,7 @@ class Regrouping:
         return self._refusal(world, f"rank {spans(late)} did not go on within {self.limits.rejoin_s:g} s")
 
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
-        """What follows while the workers leave their generation, which they were told at `since_s`."""
+        """Decide what follows while the workers leave their generation. They were told to at `since_s`."""
         due_s = self.due_s(world)
         if world.done_count and self.cut:
             return self._refusal(world, f"rank {spans(world.done_ranks())} has ended")
@@ -314,6 +314,8 @@ class Regrouping:
         """Time that the start of the next generation may take (s)."""
         if self.waits(world) and world.all_prepared:
             return self.limits.join_s
+        # A worker in a long call of C code cannot be interrupted. With a fixed limit, jobs with steps of 3 s were all
+        # started again; a safe point is even awaited until the limit of a hang.
         return self.limits.regroup_of(self.longest_step_s()) if self.cut else self.limits.safe_point_s
 
     def _refusal(self, world: World, why: str) -> list[Order]:

@@ -18,11 +18,15 @@ class Ordered:
     """A replacement that was ordered and takes no part yet."""
 
     at_s: float
+    """The time of the order."""
     ready: bool = False
+    """Its process waits for its place."""
 
 
 @dataclass(slots=True)
 class Replacements:
+    """The replacements of the newest generation: which ones are missing, ordered and ready."""
+
     limits: Limits
     budget: Budget
     membership: Membership
@@ -74,6 +78,7 @@ class Replacements:
             if self.membership.is_candidate(member, now):
                 local_ranks = tuple(sorted(self.missing.pop(name)))
                 if local_ranks:
+                    # With the time of the order, since those of one order are charged once (`failed`).
                     self.ordered.setdefault(name, {}).update({each: Ordered(now) for each in local_ranks})
                     yield member, local_ranks
 

@@ -42,11 +42,13 @@ class StopDelay:
         self._end: EndGeneration | None = None
         """The end of the generation, which is ordered once the cause is known. None: none waits for that."""
         self._until_s = inf
+        """The time at which `_end` is ordered at the latest; inf if and only if there is none."""
         self._seeks_places = False
         """The stop waits to know where the missing ranks are."""
         self._unread: EndGeneration | None = None
         """The end that is ordered unless the evidence of a failed worker requires something else."""
         self._unread_until_s = inf
+        """The same for `_unread`."""
 
     @property
     def waits(self) -> bool:
@@ -69,10 +71,14 @@ class StopDelay:
 
         end = EndGeneration(StopReason.WORKER_FAILED, text)
         if evidence_follows:
+            # Nobody else can have failed first, or the status itself is the cause
+            # (test_an_exit_status_that_needs_no_words_stops_the_others_at_once).
             if world.size == 1 or not all(map(may_be_consequence, failures)):
                 return end
             self._unread, self._unread_until_s = self._unread or end, min(self._unread_until_s, now + EVIDENCE_S)
             return StopDelayed(world.generation, self._unread_until_s)
+
+        # The evidence: it says whether others may explain this failure.
         self._unread, self._unread_until_s = None, inf
         in_vain = timed_out(failures)
         new = {failure.rank for failure in failures}
@@ -80,12 +86,16 @@ class StopDelay:
         known = [each for each in incident.failures if (each.rank, each.pid) not in incident.unread]
         read = [each for each in known if each.rank not in new]
         wait_s = awaited_s(failures, read)
+
         if not in_vain and (world.done_count or not wait_s or world.size == 1):
             return end
+        # A stop that waits already goes on to wait. Only a time-out changes what for: now the missing ranks are sought
+        # (test_a_wait_in_vain_after_a_lost_connection_is_looked_at).
         if self._end is not None and (self._seeks_places or not in_vain):
             return None
         if self._observe(now).hang is not None:
             return end  # the culprit is known
+
         self._end, self._until_s = end, now + (PLACES_S if in_vain else wait_s)
         self._seeks_places = in_vain
         return StopDelayed(world.generation, self._until_s, seeks_places=in_vain)
@@ -106,10 +116,15 @@ class StopDelay:
         if self._end is None:
             return self._unread if now >= self._unread_until_s else None
         failures = self._incidents.newest.failures
+        # A rank that has ended with 0 may be the one that closed the connection, and reports nothing more
+        # (test_whoever_closed_a_connection_may_end_with_0). Nor is anybody left if all have failed
+        # (test_where_all_have_lost_their_peers_nobody_is_waited_for).
         may_report = not world.done_count and len(failures) < world.size
         if now < self._until_s and (may_report or (self._seeks_places and not self._observe(now).complete)):
             return None
         if self._seeks_places:
+            # One whose own wait timed out meanwhile is no missing rank
+            # (test_a_survivor_that_waits_in_vain_too_may_say_so).
             reported = {failure.rank for failure in failures}
             world.survivors = tuple(each for each in self._observe(now).places if each.rank not in reported)
         return self._end

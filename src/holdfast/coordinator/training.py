@@ -63,6 +63,8 @@ class Training:
             hosts = {name: self._members[name].node.host for name in world.order if name in self._members}
             nodes = of_world(world.order, world.places, hosts)
             self._throughput = Throughput(nodes, world.started_s, self._limits.slow_report_s)
+            # A generation that a successor continues has ranks that ended before (scenario `resumed`): they are not
+            # slow.
             for name, done in world.done.items():
                 for local_rank in done:
                     self.rank_done(world.started_s, name, local_rank)

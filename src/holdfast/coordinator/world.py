@@ -40,6 +40,7 @@ class Member:
     """Number in the order in which agents joined."""
     joined_s: float
     last_heard_s: float
+    """The time of its newest message, the Join included; not after the coordinator's present."""
     leaving: str = ""
     """The reason why it leaves; empty while it does not."""
     parked: str = ""
@@ -116,6 +117,7 @@ class World:
     size: int = field(init=False)
     """Number of all ranks."""
     prepared: set[str] = field(default_factory=set)
+    """Members that have reported Prepared. Always a part of `order`."""
     store_port: int | None = None
     done: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that ended with 0, by member."""
@@ -143,6 +145,7 @@ class World:
     drain: Draining | None = None
     """Set by a drain, and not taken back unless the workers are let go."""
     stop_reason: StopReason | None = None
+    """The reason of its stop, with the text for users; None: it was not stopped."""
     stop_text: str = ""
     stop_began_s: float = 0.0
     hang: Finding | None = None

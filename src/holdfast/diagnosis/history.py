@@ -63,6 +63,12 @@ class KeptKernels(Struct):
     bytes: int | None = None
     """Its size at the end of the run; None: unknown."""
     removed_bytes: int = 0
+    seeded_bytes: int | None = None
+    """What was copied into it at the start (--cache-from); None: nothing was to be."""
+    shared_bytes: int | None = None
+    """What was copied from it at the end (--cache-from); None: nothing was to be."""
+    copy_errors: list[str] = []
+    """The reasons why one of the two was not done."""
 
 
 class Timeline(Struct):
@@ -109,7 +115,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     result.nodes.append(host := _host(event))
                 case "preload" if "text" in event:
                     result.preloaded.append(event["text"])
-                case "caches" | "caches_bounded":
+                case "caches" | "caches_bounded" | "caches_seeded" | "caches_shared":
                     kept = _kept(event, kept)
                 case "standby":
                     standby = event
@@ -155,9 +161,18 @@ def _kept(event: Event, kept: KeptKernels | None) -> KeptKernels | None:
     """What is known of the folder after this event. Raises KeyError for a record that lacks a field."""
     if event["event"] == "caches":
         return KeptKernels("", event["folder"], event["had_entries"])
-    if kept is not None:
-        kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
-        kept.removed_bytes = event.get("removed_bytes", 0)
+    if kept is None:
+        return None
+    match event["event"]:
+        case "caches_bounded":
+            kept.bytes, kept.error = event.get("bytes"), event.get("error", "")
+            kept.removed_bytes = event.get("removed_bytes", 0)
+        case "caches_seeded":
+            kept.seeded_bytes = event.get("bytes")
+        case "caches_shared":
+            kept.shared_bytes = event.get("bytes")
+    if event["event"] != "caches_bounded" and "error" in event:
+        kept.copy_errors.append(f"{event['folder']}: {event['error']}")
     return kept
 
 

@@ -1,4 +1,5 @@
-"""What happens to GPUs and network ports while a job runs: the driver's XIDs, and counters that grow. PURE.
+"""What happens to GPUs, network ports and network cards while a job runs: the driver's XIDs, and counters that grow.
+PURE.
 
 An event is severe if workers may fail or wait because of it: verdicts name it. Others are written down.
 """
@@ -10,7 +11,14 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from holdfast.doctor.gpu_rules import HARDWARE
-from holdfast.doctor.machine_state import GpuState, MachineState, NetworkPort, Recovery, Slowdown
+from holdfast.doctor.machine_state import (
+    GpuState,
+    MachineState,
+    NetworkCard,
+    NetworkPort,
+    Recovery,
+    Slowdown,
+)
 
 XIDS = {
     48: "uncorrected memory error",
@@ -26,13 +34,19 @@ XIDS = {
 """XIDs of faults of the hardware, and what they say. Others mostly follow from the program: 13, 31, 43, 45."""
 REPLAYS_MIN = 100
 """PCIe replays between two readings that are worth an event; a few are normal."""
+PACKETS_MIN = 20
+"""Bad packets of a network card between two readings that are worth an event."""
+BAD_SHARE = 0.001
+"""Share of bad packets that is worth an event: TCP's rate falls with it."""
+BAD_SHARE_SEVERE = 0.01
+"""Share of damaged packets with which a connection is so slow that all nodes wait for this one."""
 
 
 class DeviceEvent(Struct, frozen=True):
-    """Something has happened to a GPU or to a port of this node."""
+    """Something has happened to a GPU, a port or a network card of this node."""
 
     device: str
-    """`GPU 3`, `mlx5_0/1`."""
+    """`GPU 3`, `mlx5_0/1`, `eth0`."""
     text: str
     severe: bool
     xid: int = 0
@@ -67,6 +81,7 @@ def changes(before: MachineState, after: MachineState) -> Iterator[DeviceEvent]:
 
 def _of_gpu(before: GpuState, after: GpuState) -> Iterator[tuple[str, bool]]:
     if after.error:
+        # It stays lost, and was reported (test_a_gpu_that_stays_lost_is_reported_once).
         if not before.error:
             yield after.error, True
         return
@@ -74,12 +89,14 @@ def _of_gpu(before: GpuState, after: GpuState) -> Iterator[tuple[str, bool]]:
         return
     if grown := _grown(before.ecc_uncorrected, after.ecc_uncorrected):
         yield f"{grown} uncorrected memory error{'s' if grown > 1 else ''}", True
+    # None is no False: what was unknown before may be old (test_what_is_normal_or_unknown_is_no_event).
     if after.remap_pending and before.remap_pending is False:
         yield "memory rows are to be replaced", True
     if after.remap_failed and before.remap_failed is False:
         yield "memory rows could not be replaced", True
     if before.recovery is Recovery.NONE and after.recovery not in (None, Recovery.NONE):
         yield f"the driver asks for a {after.recovery.value}", True
+    # This number falls, unlike the others.
     if lost := _grown(after.links_active, before.links_active):
         yield f"{lost} NVLink{'s' if lost > 1 else ''} went down", True
     if grown := _grown(before.link_errors, after.link_errors):
@@ -97,10 +114,43 @@ SLOWS = (*HARDWARE, Slowdown.SOFTWARE_THERMAL)
 
 
 def _of_port(before: NetworkPort, after: NetworkPort) -> Iterator[tuple[str, bool]]:
+    # The counter also shows a link that is up again by now; the state is for ports without it.
     if grown := _grown(before.downed, after.downed):
         yield f"the link went down {grown} time{'s' if grown > 1 else ''}", True
     elif before.state == "ACTIVE" and after.state not in ("ACTIVE", ""):
         yield f"the port is {after.state}", True
+
+
+def of_link(before: NetworkCard, after: NetworkCard) -> DeviceEvent | None:
+    """What has become of the carrier of this card between two readings.
+
+    >>> of_link(NetworkCard(name="eth0", up=True, carrier_changes=4), NetworkCard(name="eth0", carrier_changes=7)).text
+    'the link lost its carrier 2 times'
+    """
+    if None in (before.carrier_losses, after.carrier_losses):
+        # Losses and returns take turns, so half of the changes are losses; of an odd number the first one decides.
+        changes = _grown(before.carrier_changes, after.carrier_changes)
+        losses = (changes + (before.up is not False)) // 2
+    else:
+        losses = _grown(before.carrier_losses, after.carrier_losses)
+    if not losses:
+        return None
+    text = f"the link lost its carrier {losses} time{'s' if losses > 1 else ''}"
+    return DeviceEvent(after.name, text, before.routed or after.routed)
+
+
+def of_packets(before: NetworkCard, after: NetworkCard, seconds: float) -> DeviceEvent | None:
+    """Whether this card damages or drops so many packets that connections are slow; `seconds` lie between the two
+    readings. Drops alone are not severe: packets that nobody wants are counted, too."""
+    packets = _grown(before.packets, after.packets)
+    for grown, what in (
+        (_grown(before.errors, after.errors), "were damaged"),
+        (_grown(before.drops, after.drops), "were dropped"),
+    ):
+        if grown >= PACKETS_MIN and grown >= BAD_SHARE * (packets + grown):
+            severe = what == "were damaged" and after.routed and grown >= BAD_SHARE_SEVERE * (packets + grown)
+            return DeviceEvent(after.name, f"{grown} of {packets + grown} packets {what} in {seconds:.0f} s", severe)
+    return None
 
 
 def _grown(before: int | None, after: int | None) -> int:

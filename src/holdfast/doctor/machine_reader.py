@@ -81,6 +81,7 @@ def read_machine(root: Path = ROOT, nvml: Any = None, smi: Callable[[], str] | N
 def has_nvidia(root: Path = ROOT) -> bool:
     """Whether NVIDIA's driver is here, by its files: NVML takes time where there is none."""
     dev = root / "dev"
+    # Under WSL the driver is that of Windows: then there is only this device.
     if (root / "proc/driver/nvidia/version").exists() or (dev / "dxg").exists():
         return True
     return any(name.removeprefix("nvidia").isdecimal() for name in _names(dev) if name.startswith("nvidia"))
@@ -115,6 +116,7 @@ def read_nvml(nvml: Any) -> MachineState | None:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
+        # nvidia-smi may be there all the same (test_without_nvmls_library_nvidia_smi_is_asked).
         if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_NO_PERMISSION):
             return None
         # A driver without GPUs is normal on login nodes.
@@ -231,6 +233,7 @@ def _fields(nvml: Any, handle: Any) -> dict[str, int]:
     found = {}
     for name, value in zip(known, values, strict=False):
         if value.nvmlReturn == nvml.NVML_SUCCESS:
+            # A union: the other member has only a part of the value, or what was there before.
             wide = value.valueType in (nvml.NVML_VALUE_TYPE_UNSIGNED_LONG, nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG)
             found[name] = int(value.value.ullVal if wide else value.value.uiVal)
     return found
@@ -308,6 +311,8 @@ def read_smi(smi: Callable[[], str]) -> MachineState:
     """The state by nvidia-smi."""
     try:
         text = smi()
+    # A driver that hangs is a fault of the node, and a program that is not installed is none
+    # (test_a_silent_nvidia_smi_is_a_fault_and_a_missing_one_is_none).
     except subprocess.TimeoutExpired:
         return MachineState(source="nvidia-smi", error=f"no answer within {SMI_S_MAX:g} s")
     except (OSError, subprocess.SubprocessError):
@@ -349,6 +354,7 @@ def _mebibytes(element: ET.Element, path: str) -> int | None:
 
 def _smi_gpu(index: int, gpu: ET.Element) -> GpuState:
     whole = "".join(gpu.itertext())
+    # It is written in the place of whatever value cannot be read (tests/doctor/machines/a100-requires-reset.xml).
     error = LOST if "GPU is lost" in whole else NEEDS_RESET if "[GPU requires reset]" in whole else ""
     virtual = {"None": Virtual.NO, "Pass-Through": Virtual.PASSTHROUGH, "VGPU": Virtual.VGPU}
     action, mode = _say(gpu, "gpu_recovery_action"), _say(gpu, "gpu_virtualization_mode/virtualization_mode")
@@ -357,6 +363,7 @@ def _smi_gpu(index: int, gpu: ET.Element) -> GpuState:
     known = [each for each in uncorrected if each is not None]
     rows = [_number(gpu, f"remapped_rows/remapped_row_{kind}") for kind in ("corr", "unc")]
     fabric = {each.value: each for each in Fabric}
+    # Programs that only draw are none: the desktop of a laptop (tests/doctor/machines/rtx4070-laptop.xml).
     users = [each for each in gpu.findall("processes/process_info") if "C" in (_say(each, "type") or "")]
     return GpuState(
         index=index,
@@ -441,9 +448,11 @@ def _amd_gpu(index: int, device: Path) -> GpuState:
     sensors = [device / "hwmon" / name for name in _names(device / "hwmon")]
     ras = [re.search(r"^ue:\s*(\d+)", read_text(device / "ras" / name), re.MULTILINE) for name in _ras(device)]
     errors = [int(found[1]) for found in ras if found is not None]
+    # The first sensor is at the edge of the chip. By the second one, at its junction, clocks are lowered.
     celsius, limit = _first_int(sensors, "temp2_input"), _first_int(sensors, "temp2_crit")
     power = _first_int(sensors, "power1_cap")
     default = _first_int(sensors, "power1_cap_default")
+    # The file has a line for each possible clock, with a star at the present one.
     clock = re.search(r"(\d+)Mhz \*", read_text(device / "pp_dpm_sclk"), re.IGNORECASE)
     clocks = [int(each) for each in re.findall(r"(\d+)Mhz", read_text(device / "pp_dpm_sclk"), re.IGNORECASE)]
     return GpuState(

@@ -128,6 +128,26 @@ class NetworkPort(Struct, frozen=True, kw_only=True):
     """Times that the link went down, since the adapter was started."""
 
 
+class NetworkCard(Struct, frozen=True, kw_only=True):
+    """One network interface that reaches other machines, and its counters since it was made."""
+
+    name: str
+    """`eth0`."""
+    routed: bool = False
+    """A route leads through it, or through the bond or bridge that it belongs to."""
+    up: bool | None = None
+    carrier_losses: int | None = None
+    """Times that its carrier was lost. Kernels before 4.16 do not count them."""
+    carrier_changes: int | None = None
+    """Times that its carrier was lost or came back."""
+    packets: int | None = None
+    """Packets that it has sent and received."""
+    errors: int | None = None
+    """Packets that it could not send, or that have arrived damaged."""
+    drops: int | None = None
+    """Packets that were dropped, because there was no room for them or because nobody wanted them."""
+
+
 class MachineState(Struct, frozen=True, kw_only=True):
     """All GPUs and ports of one machine. The defaults describe a machine without any."""
 
@@ -194,6 +214,8 @@ def visible_gpus(gpus: tuple[GpuState, ...], visible: str | None) -> tuple[GpuSt
     found: list[GpuState] = []
     for item in (part.strip() for part in visible.split(",")):
         fits = [each for each in gpus if item == str(each.index) or (item and each.uuid.startswith(item))]
+        # As CUDA itself: the list ends at the first entry that names no GPU
+        # (test_gpus_that_workers_do_not_use_are_left_out).
         if len(fits) != 1:
             return gpus if item.startswith("MIG-") else tuple(found)
         found.append(fits[0])

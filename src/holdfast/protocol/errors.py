@@ -196,7 +196,8 @@ class ConfigFileError(CallerError, code="HF144"):
 
 
 class CacheDirError(CallerError, code="HF145"):
-    """--cache-dir names a folder that cannot be made, belongs to another user, or into which others may write."""
+    """--cache-dir or --cache-from names a folder that cannot be made, belongs to another user, or that others may
+    change."""
 
 
 class RetentionError(CallerError, ValueError, code="HF139"):

@@ -77,6 +77,9 @@ class Job(Protocol):
     def members(self) -> Sequence[MemberSeen]:
         """All members, in the order in which they joined."""
 
+    def address(self, member: str) -> str:
+        """The address at which other nodes reach this one; empty: it is no member."""
+
     def nodes(self) -> Sequence[NodeSeen]:
         """The nodes of the newest generation whose workers may be alive, by group rank."""
 

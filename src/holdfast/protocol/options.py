@@ -179,6 +179,9 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Number of processes that compile kernels for one worker's torch.compile; None: it is not set for the workers."""
     cache_dir: str | None = None
     """Absolute path of the folder in which workers keep compiled kernels; None: each library has its own place."""
+    cache_from: str | None = None
+    """Absolute path of the folder from which an empty `cache_dir` is filled, and to which this job adds (--cache-from);
+    None: there is none."""
     start_method: str = "spawn"
     event_log_handler: str = "null"
     metrics: Endpoint | None = None
@@ -197,6 +200,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """The checks of this node before its first generation (--preflight): `off`, `quick` or `full`."""
     watch_devices: bool = False
     """This machine has GPUs or InfiniBand, whose faults are reported while workers run."""
+    watch_cards: bool = False
+    """The job has several nodes: faults of this machine's network cards are reported while workers run."""
     health_if_free: bool = False
     """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1

@@ -36,6 +36,12 @@ class KernelsData(TypedDict):
     bytes: int | None
     """Its size at the end of the run; null: unknown."""
     removed_bytes: int
+    seeded_bytes: int | None
+    """What was copied into it at the start (`--cache-from`); null: nothing was to be."""
+    shared_bytes: int | None
+    """What was copied from it at the end (`--cache-from`); null: nothing was to be."""
+    copy_errors: list[str]
+    """The reasons why one of the two was not done."""
 
 
 class CourseData(TypedDict):

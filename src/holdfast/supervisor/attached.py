@@ -71,22 +71,33 @@ def main() -> NoReturn:
     poller = select.poll()
     poller.register(agent_end, select.POLLIN)
     poller.register(wake, select.POLLIN)
-    status = 0
+    status: int | None = None
     while True:
         ready = [fd for fd, _ in poller.poll()]
         if wake in ready:
             os.read(wake, 4096)
-        if agent_end in ready or signal.SIGTERM in signals:
+        came = take(signals)
+        if agent_end in ready or signal.SIGTERM in came:
             processes.kill_descendants(os.getpid(), limit_s=KILL_LIMIT_S)
             sys.exit(128 + signal.SIGTERM)
-        while signals:
-            if signals.pop() == signal.SIGINT:
-                os.kill(child, signal.SIGINT)
+        # Once it is reaped, its number may be another process's
+        # (test_an_interruption_after_the_end_of_the_program_changes_nothing).
+        if signal.SIGINT in came and status is None:
+            os.kill(child, signal.SIGINT)
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == child else status
         except ChildProcessError:
-            _end_like(os.waitstatus_to_exitcode(status))
+            _end_like(os.waitstatus_to_exitcode(status or 0))
+
+
+def take(signals: list[int]) -> list[int]:
+    """The signals that have come, which are removed from the list.
+
+    A handler may add one at any moment. That one stays for the next call: if the list were emptied behind a look, a
+    SIGTERM could be lost in between, and the program would never be ended.
+    """
+    return [signals.pop(0) for _ in range(len(signals))]
 
 
 def _end_like(code: int) -> NoReturn:

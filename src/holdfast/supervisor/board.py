@@ -145,8 +145,12 @@ class Board:
         steps, beats, own_ns = (
             max(0, min(now, COUNT_MAX) - before) for now, before in zip(counted, self._before[local_rank], strict=True)
         )
+        # It was something else before, and its steps of then are not the job's
+        # (test_a_spare_is_told_as_one_and_its_old_step_is_not_the_jobs).
         if words[layout.SPARE]:
             stage = Stage.SPARE
+        # Before the marks of the group: a program without a process group makes steps, too
+        # (test_steps_are_counted_without_a_process_group).
         elif steps or beats:
             stage = Stage.STEPPING
         elif words[layout.GROUP]:
@@ -158,6 +162,7 @@ class Board:
         since_ns = max(words[layout.LAST_STEP], words[layout.LAST_BEAT], self._began_ns)
         age_s = max(0, now_ns - since_ns) / 1e9
         job_step = min(max(0, words[layout.AT]), COUNT_MAX)
+        # Beats are for loops in which no optimizer makes steps (test_steps_count_where_there_are_both).
         return RankProgress(local_rank, stage, steps or beats, age_s, own_ns / 1e9, beats, job_step)
 
     def job_steps(self, local_rank: int) -> tuple[int, int]:

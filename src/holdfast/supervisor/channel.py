@@ -197,6 +197,8 @@ class WorkerChannel:
         """Handle one message of this worker. Returns whether there was one."""
         try:
             received = seqpacket.receive(connection)
+            # Its worker is lost when the supervisor says so, and not here: of two ranks that died at one moment the
+            # second one counted as one that cannot go on, and all were started again.
             if received is None:
                 self.forget(local_rank)
                 return False

@@ -64,10 +64,15 @@ class ConsoleStream:
         self.broken = False
         """The reader is gone (EPIPE, hang-up): all output is dropped."""
         self.written_bytes = 0
+        """Bytes that this destination has taken so far."""
         self.identity: tuple[int, int, int] | None = None
+        """Numbers that are equal for two descriptors of one file or terminal; None: this one is closed."""
         self._pending = memoryview(b"")
+        """Bytes that it has not taken yet. New lines are asked for when this is empty."""
         self._transient = b""
+        """The transient last line; empty: there is none."""
         self._drawn = False
+        """The transient line is on the screen, below all other lines."""
         self._row_is_open = False
         """The last row shows a prompt, and perhaps the typed answer."""
         self._piece_bytes_max: int | None = None
@@ -388,8 +393,11 @@ class TerminalPump:
         self._lock = threading.Lock()
         self._all_finished = threading.Condition(self._lock)
         self._terminals: dict[int, Terminal] = {}
+        """The open ones, by master descriptor."""
         self._finishing: list[tuple[set[int], Callable[[], None]]] = []
+        """The descriptors that are still open, and the function to call when none is, of each call of `finish`."""
         self._wake_fd = -1
+        """Wakes the thread; -1: there is no thread."""
         self._closed = False
 
     def add(self, terminals: Sequence[Terminal]) -> None:

@@ -161,6 +161,8 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
         collectives=recorded.collectives,
         error_file=_as_text(error_file) if os.path.isfile(error_file) else "",
         stderr_file=_as_text(stderr_file),
+        # A SIGKILL of ours must not be taken for the kernel's, whose counter is that of the whole cgroup
+        # (test_out_of_memory_is_a_sigkill_that_nobody_sent).
         out_of_memory=bare.exit_code == -signal.SIGKILL and not bare.after_stop and out_of_memory(),
         timestamp=recorded.timestamp or bare.timestamp,
         facts=facts,

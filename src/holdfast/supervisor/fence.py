@@ -53,6 +53,8 @@ class Fence:
             if self._suspended is None or now >= self._look_at_s:
                 self._suspend(now)
         elif self._suspended is not None:  # the agent has moved the time: the coordinator has answered
+            # Only those that are still here: the number of one that was killed may be another process's
+            # (test_a_worker_that_was_killed_meanwhile_is_left_alone).
             for pid in self._suspended.intersection(self._workers()):
                 signal_below(os.getpid(), pid, signal.SIGCONT)
             self._suspended, self._look_at_s = None, inf
@@ -66,6 +68,8 @@ class Fence:
         self._suspended, self._look_at_s = known, now + LOOK_AGAIN_S
         for pid in self._workers():
             stat = process_stat(pid)
+            # One that somebody has suspended for a purpose stays so when we let the others run
+            # (test_what_somebody_else_has_suspended_stays_suspended).
             if stat is None or stat.has_ended or stat.state == STOPPED:
                 continue
             if stat.state == TRACED and pid in known:

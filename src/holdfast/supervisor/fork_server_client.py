@@ -326,6 +326,7 @@ class ForkServerClient:
                 self._unfit = True
                 for kind in ("modules", "later"):
                     self._order[kind] = [name for name in self._order[kind] if name != message["module"]]
+                # None is left that can be imported: it has reported each of them before.
                 if not message["module"]:
                     self._order["modules"] = []
                 self._report_problem(message["text"], "left out" if self._order["modules"] else "")
@@ -408,6 +409,8 @@ class ForkServerClient:
         self._later = []
         for standby in self._standbys():  # they lack what the next one has imported
             self._drop(standby)
+        # The standbys are forked again, with what it has imported
+        # (test_standbys_are_there_before_it_and_again_with_what_it_has_imported).
         if self._prepare_at_s == inf:
             self._prepare_at_s = time.monotonic()
         self._flush()

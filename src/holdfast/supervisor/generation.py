@@ -175,6 +175,8 @@ class RunningGeneration:
         self._replacing = self.number
         for local_rank, its_streams in streams.items():
             worker = self._workers[local_rank] = self._new_worker(local_rank, its_streams, 0)
+            # Else the step of the lost worker would hold back that of the job, which is the slowest one's
+            # (test_how_many_steps_there_will_be_is_said_once).
             self.board.clear(local_rank)
             self._journal.write("replacing", **self._place(worker), folder=_folder(its_streams))
             _keep_logs(worker, supervisor, first=False)
@@ -281,6 +283,8 @@ class RunningGeneration:
         for worker in [each for each in self._workers.values() if each.generation and each.gate != self.number]:
             late = self._late.setdefault(worker.key, Lateness(worker.pid))
             waited_s = late.waited_s()
+            # On a busy machine a healthy worker is late, too
+            # (test_who_has_to_share_a_processor_waits_and_who_is_suspended_does_not).
             if took_s < allowed_s(limit_s, waited_s):
                 left_s.append(allowed_s(limit_s, waited_s) - took_s)
             elif not worker.facts:  # else it was killed before, and has not ended yet

@@ -189,6 +189,8 @@ class LineFold:
             # (test_what_one_rank_says_twice_stays_twice).
             if other in busy or other.rank in ranks or (index := other.find(key)) is None:
                 continue
+            # What that rank printed before comes first: the order of each rank's own lines stays
+            # (test_each_rank_keeps_the_order_of_its_own_lines).
             while other.next < index:
                 self._show(other, shown, busy)
             if other.next == index:  # else a line before it has taken it along

@@ -140,7 +140,9 @@ class StreamTail:
         self.rank = rank
         self.held = held
         self.read_bytes = 0
+        """Bytes read so far; it only grows."""
         self.changed_at = 0.0
+        """The time at which something was read last."""
         self.drawn = b""
         """The part of the unfinished line that was drawn last."""
         self.prefix = prefix
@@ -153,9 +155,13 @@ class StreamTail:
         self._cutter = LineCutter()
         self._watch_handle: int | None = None
         self._offset = 0
+        """Offset in the stream of the next byte to read."""
         self._has_more = False
+        """The newest read has left bytes that are there already."""
         self._progress_shown: bytes | None = None
+        """The state of a line that overwrites itself which was shown last; None: none since the last whole line."""
         self._progress_due = 0.0
+        """The time before which no other such state is shown."""
 
     def open(self, watch: ChangeWatch) -> None:
         """Begin to follow the stream."""
@@ -177,6 +183,8 @@ class StreamTail:
         lines = self._without_repeat(self._cutter.feed(chunk))
         if lines:
             self.drawn = b""
+        # It is read on: after a loss this worker may get a rank that is shown
+        # (test_a_worker_that_gets_a_rank_of_the_filter_is_shown_from_then_on).
         if self.hidden:
             return b"", self._has_more
         if self.held is not None:

@@ -547,6 +547,8 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
 
 def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Mapping[int, int]) -> None:
     """Measure the work that it and the processes below it have done so far."""
+    # On a virtual machine that gets few of its processors, a child that worked a little looked idle without this
+    # (test_what_other_machines_have_had_of_the_processors).
     look.at_s, look.stolen_s = time.monotonic(), processes.stolen_s()
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")
@@ -591,6 +593,8 @@ def _ask(look: _RankLook) -> None:
 
     # A main thread that sleeps is left alone if another thread can write for it: its system call might end early.
     look.signum, look.task = LOOK_MAIN_SIGNAL, look.pid
+    # One that runs writes its own stack alone. Another thread would read frames that it changes: one look in forty
+    # ended the worker by SIGSEGV (test_who_runs_is_asked_for_its_main_thread_alone_and_lives).
     if _sleeps(look):
         look.signum, look.task = LOOK_SIGNAL, processes.idle_thread(look.pid, LOOK_SIGNAL)
     elif signals.blocks(LOOK_MAIN_SIGNAL):

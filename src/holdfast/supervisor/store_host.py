@@ -62,6 +62,7 @@ class StoreHost:
     def reserve(self, *, loopback_only: bool) -> int:
         """Bind the port of the next generation's store, and return it; the present store continues. Raises OSError when
         it cannot bind."""
+        # A newer assignment may have taken the place of one whose port was never used.
         self._release_reserved()
         self._reserved = _listen(loopback_only)
         return _port(self._reserved)

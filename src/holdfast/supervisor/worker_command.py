@@ -61,6 +61,7 @@ def bootstrap_argv(options: RunOptions) -> list[str]:
     """The interpreter and the bootstrap, with which the command line of every Python program of this job begins."""
     command = options.command
     python = command.python or sys.executable
+    # torchrun starts no interpreter for --run-path, so its output is buffered there (test_each_kind).
     unbuffered = [] if command.kind is CommandKind.RUN_PATH else ["-u"]
     return [python, *unbuffered, bootstrap_for(python)]
 

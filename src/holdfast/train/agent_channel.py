@@ -164,6 +164,13 @@ class AgentChannel:
 
     def await_go(self) -> Go:
         """Wait at the gate for the order to go on, and answer each release. Raises ChannelLostError."""
+        with self._changed:
+            go = self.look_ahead()
+            self._go = self.released = None
+            return go
+
+    def look_ahead(self) -> Go:
+        """The same, but the order stays, for `await_go`: until then this rank is to leave what it trains."""
         answered: Release | None = None
         with self._changed:
             while self._go is None:
@@ -173,8 +180,12 @@ class AgentChannel:
                     answered = self.released
                     self.say("gate", generation=answered.generation)
                 self._changed.wait()
-            go, self._go, self.released = self._go, None, None
-            return go
+            return self._go
+
+    def is_due(self, go: Go) -> bool:
+        """Whether this order stands. A later loss withdraws it, and so does the agent's end."""
+        with self.uninterrupted:
+            return self._go is go and not self._lost
 
     # --- the thread -------------------------------------------------------------------------------------------------
 

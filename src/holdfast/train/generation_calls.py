@@ -159,6 +159,7 @@ class GenerationCalls:
         """Tell the agent that this process cannot survive a loss any more, and close the channel."""
         self.withdrawn = True
         self._connection.outlives = None
+        self._connection.entering = lambda _: None
         with contextlib.suppress(ChannelLostError):
             self.channel.say("unable")
         self.channel.close()
@@ -256,6 +257,11 @@ class GenerationCalls:
         self.generation = go.generation
         forget_pending()
         return regroup(self.group, go.generation, self._ranks)
+
+    def on_entering(self, tell: Callable[[Any, int], object]) -> None:
+        """Call this with the store of each further generation, and this process's rank there, before its ranks wait for
+        each other."""
+        self._connection.entering = lambda store: tell(store, int(os.environ["RANK"]))
 
     def leave_out_spares(self) -> Peers | None:
         """Form the first world again, without the ranks that do not train. All ranks call this. Returns the ranks that

@@ -138,6 +138,8 @@ class GroupConnection:
     generation_store: Any = None
     """The store of a generation that was formed by running processes, also for those that do not train in it; None: it
     is another one."""
+    entering: Callable[[Any], object] = lambda _: None
+    """A function that is called with that store, before the ranks of the generation wait for each other."""
 
     @contextlib.contextmanager
     def wrapping_once(self) -> Iterator[None]:
@@ -223,12 +225,12 @@ def regroup(group: ProcessGroup, generation: int, ranks: Callable[[int], int] = 
     assert group.connection is not None
     _destroy(group)
     variables = _LauncherVariables.of_environment()
-    name = f"holdfast.generation.{generation}"
+    name = _name_of(generation)
     used = replace(variables, world=ranks(variables.world))
     if not 0 <= used.world <= variables.world:
         raise ProcessGroupError(f"ht.survive(ranks=…): {used.world} of {variables.world} ranks would train")
     if variables.rank >= used.world:
-        group.connection.generation_store = dist.PrefixStore(name, _store_of_generation(variables, {}))
+        _enter_generation(group.connection, name, _store_of_generation(variables, {}))
         _join(replace(variables, alone=True), group.device, group.connection, name)
         group.rank, group.world, group.store = variables.rank, used.world, torch_private.default_store()
         renew_checks(0, 1, None)
@@ -358,7 +360,7 @@ def _join(variables: _LauncherVariables, device: torch.device, connection: Group
         if variables.alone or not variables.launched:
             store: Any = dist.HashStore()
         elif name:
-            store = connection.generation_store = dist.PrefixStore(name, _store_of_generation(variables, wait))
+            store = _enter_generation(connection, name, _store_of_generation(variables, wait))
         else:
             store, _rank, _world = next(dist.rendezvous("env://", variables.rank, variables.world, **wait))
             store = _without_the_dead(store, variables, timeout_s)
@@ -372,6 +374,24 @@ def _join(variables: _LauncherVariables, device: torch.device, connection: Group
             **wait,
         )
         connection.on_nccl = "nccl" in dist.get_backend()
+
+
+def store_ahead(generation: int, environment: Mapping[str, str]) -> Any:
+    """A client of the store of a generation that this process has not entered yet. It needs one that an agent serves.
+    Raises RuntimeError."""
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return dist.PrefixStore(_name_of(generation), dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
+
+
+def _name_of(generation: int) -> str:
+    return f"holdfast.generation.{generation}"
+
+
+def _enter_generation(connection: GroupConnection, name: str, store: Any) -> Any:
+    """Note the store of a generation that was formed by running processes."""
+    connection.generation_store = named = dist.PrefixStore(name, store)
+    connection.entering(named)
+    return named
 
 
 def _store_of_generation(variables: _LauncherVariables, wait: Mapping[str, timedelta]) -> Any:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import secrets
 import sys
@@ -40,6 +41,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -52,17 +54,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast.linux import boot_id
 from holdfast.protocol.errors import MadeBeforeError, ProcessGroupError
 from holdfast.train import torch_private
-from holdfast.train.agent_channel import AgentChannel, Release, is_replacement
+from holdfast.train.agent_channel import AgentChannel, Go, Release, is_replacement
 from holdfast.train.agreement import Peers
 from holdfast.train.carrying import check_function, is_sharded, name_of, used_by, why_data_stay
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
 from holdfast.train.generation_calls import GenerationCalls, RegroupReport, Released
-from holdfast.train.group import ProcessGroup
+from holdfast.train.group import ProcessGroup, store_ahead
 from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
 from holdfast.train.replica_state import ReplicaState, replica_state
+from holdfast.train.snapshots.saver_connection import key_of_life
 from holdfast.train.state import Tracker
+from holdfast.train.step_agreement import Decision, Speaker, StepAgreement, is_known
+from holdfast.train.step_links import NoAgreement, await_news, meet
 from holdfast.train.untracked import UntrackedOptimizers
 from holdfast.worker import drain
 
@@ -75,6 +80,13 @@ SPARE_POLL_S = 0.05
 """Pause between two looks of a spare (s)."""
 NONE_FIT_S = 600.0
 """Limit of the wait for more ranks, if none of those that are there would train."""
+ASK_POLL_S = 2e-3
+"""Pause between two looks for what the other ranks know of a step (s)."""
+ASK_S = 60.0
+"""Limit of the wait for another generation, after the store of one was lost."""
+DECIDED = "decided"
+"""Prefix of the keys in the store under which the ranks of a generation write the newest step that they know to be
+done."""
 TRAINED, LEFT = "trained", "left"
 """Keys in the store under which the ranks that train say that they have ended, or that all leave the training function
 at a safe point."""
@@ -117,6 +129,11 @@ class Remaker:
         """Optimizers that step the present models; None: there is no model yet."""
         self._replicas: ReplicaState | None = None
         """The state after the last complete step; None: a loss loses parts of it, or there is no model yet."""
+        self._decided = Decision("", 0)
+        """The newest step that this rank knows to be done by all ranks, in the last world in which they agreed on
+        steps. It stays until all ranks are in the next such world."""
+        self._warned = False
+        """Whether it was said that the ranks do not agree on steps."""
         self._checked = False
         """Whether the function was checked."""
 
@@ -125,6 +142,7 @@ class Remaker:
         with contextlib.ExitStack() as hooks:
             hooks.callback(register_optimizer_step_pre_hook(self._note_stepping).remove)
             hooks.callback(self._leave)
+            self._calls.on_entering(self._tell)
             self._snaps._survivor = self._snaps._remaker = self
             if is_replacement():
                 self._calls.channel.say("ready")
@@ -201,6 +219,7 @@ class Remaker:
     def go_on(self, report: RegroupReport) -> None:  # noqa: ARG002 - `resumed` completes it
         """Let everything go, and enter the next generation."""
         self._optimizers = None
+        self._note_decided()
         saving, replicas, self._replicas = self._snaps._stop_saving(), self._replicas, None
         if replicas is not None:
             if saving is not None:
@@ -221,6 +240,48 @@ class Remaker:
         else:
             self._snaps._new_world = peers, self._calls.generation
         set_random_state(self._random)
+
+    # --- a step of which some ranks may know that it is done, and others do not: see step_agreement.py ---------------
+
+    def _note_decided(self) -> None:
+        if self._replicas is not None:
+            self._decided = self._decided._replace(step=max(self._decided.step, self._replicas.decided))
+
+    def _tell(self, store: Any, rank: int) -> None:
+        """Write what this rank knows into the store of the next generation, in which it has this number."""
+        store.set(f"{DECIDED}/{rank}", json.dumps(self._decided))
+
+    def _is_known(self, step: int) -> bool:
+        """A rank was lost, and this one has all its gradients of this step, but does not know whether all have. Wait at
+        the gate until all ranks that are left wait there, or have a place in the next generation already. Returns
+        whether one of them knows it."""
+        channel = self._calls.channel
+        channel.arrive()
+        self._note_decided()
+        while True:
+            told = self._told_by_all(channel.look_ahead())
+            if told is not None:
+                return is_known(self._decided._replace(step=step), told)
+
+    def _told_by_all(self, go: Go) -> list[Decision] | None:
+        """What all ranks of the next generation know; None: it was given up, since another rank was lost."""
+        channel = self._calls.channel
+        rank, world = int(go.environment["RANK"]), int(go.environment["WORLD_SIZE"])
+        keys = [f"{DECIDED}/{each}" for each in range(world)]
+        try:
+            store = store_ahead(go.generation, go.environment)
+            self._tell(store, rank)
+            while channel.is_due(go):
+                if store.check(keys):
+                    return [Decision(*json.loads(each)) for each in store.multi_get(keys)]
+                time.sleep(ASK_POLL_S)
+        except RuntimeError:  # the store is lost: so is this generation
+            until_s = time.monotonic() + ASK_S
+            while channel.is_due(go):
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(ASK_POLL_S)
+        return None
 
     def _leave(self) -> None:
         if self._replicas is not None:
@@ -265,17 +326,43 @@ class Remaker:
         self._agree_on_steps()
 
     def _agree_on_steps(self) -> None:
-        """Let the ranks agree on each step before an optimizer changes anything, if all are on one node and have
-        replicas of each part. All ranks call this."""
+        """Let the ranks agree on each step before an optimizer changes anything, if they have replicas of each part.
+        All ranks call this."""
         group, replicas, place = self._calls.group, self._replicas, self._snaps.memory_place
         if group.world == 1:
             return
         # A world may have several calls of resume(): each needs messages of its own.
         store = dist.PrefixStore("steps", group.store)
         peers = Peers.meeting(store, group.rank, group.world, call="ht.survive (resume() in its function)")
-        answers = peers.all_gather([_identity(place) if replicas is not None else "", secrets.token_hex(8)])
-        if replicas is not None and answers[0][0] and all(where == answers[0][0] for where, _ in answers):
-            replicas.agree(os.path.join(place, f"{answers[0][1]}.steps"), group.rank, group.world)
+        answers = peers.all_gather([_identity(place) if replicas is not None else "", secrets.token_hex(32)])
+        places, word = [where for where, _ in answers], answers[0][1]
+        self._decided = Decision(word[:16], 0)  # nobody has an open step of an earlier world any more
+        if replicas is None or not all(places):
+            return
+        own = [rank for rank, where in enumerate(places) if where == places[group.rank]]
+        one_node, speaker = len(own) == group.world, None
+        if not one_node:
+            found = meet(peers, places, key_of_life(Path(place), word), self._calls.is_cut)
+            if isinstance(found, NoAgreement):
+                self._warn_of_no_agreement(found)
+                return
+            links = found
+            if links:
+                decides = group.rank == 0
+                speaker = Speaker(links, decides=decides, await_news=lambda limit_s: await_news(links, limit_s))
+        path = os.path.join(place, f"{word[:16]}.steps")
+        with contextlib.suppress(OSError):  # without room for it, no step is ever decided
+            replicas.agree(StepAgreement(path, own.index(group.rank), len(own), speaker, one_node=one_node))
+
+    def _warn_of_no_agreement(self, why: NoAgreement) -> None:
+        """Say once, on rank 0, what is not promised in this job."""
+        if self._calls.group.rank == 0 and not self._warned:
+            self._warned = True
+            sys.stderr.write(
+                f"holdfast: ht.survive: the ranks of several nodes do not agree on each step: {why.value}; a rank that "
+                "is lost in an exchange of gradients may cost the steps since the last state in memory (memory_every=)"
+                "\n"
+            )
 
     def outlives(self, error: BaseException) -> bool:
         """Whether this process goes on after the error, which is the consequence of a loss."""
@@ -305,7 +392,9 @@ class Remaker:
         optimizers, replicas = self._optimizers, self._replicas
         if optimizers is None or not (id(optimizer) in optimizers.tracked or optimizers.note(optimizer)):
             return
-        if replicas is not None and not replicas.stepping and not replicas.begin_stepping(self._calls.is_cut):
+        if replicas is None or replicas.stepping:
+            return
+        if not replicas.begin_stepping(self._calls.is_cut, self._is_known):
             raise Released
 
     # --- what was made before ---------------------------------------------------------------------------------------

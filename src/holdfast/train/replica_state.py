@@ -5,8 +5,8 @@ So each of the others leaves in memory what it has of the last complete step, be
 (`Saving.leave_alone`). If all parts are there, training goes on from that step, and none is lost; otherwise from the
 state in memory before.
 
-On one node no rank enters its optimizer before all ranks have their gradients (step_agreement.py), so the last complete
-step is that of all. On several nodes a rank whose optimizer has begun to step completes this step, and others may be
+No rank enters its optimizer before all ranks have their gradients (step_agreement.py), so the last complete step is
+that of all. Without that agreement a rank whose optimizer has begun to step completes this step, and others may be
 unable to: then training goes on from the state in memory before. A rank whose parameters have changed since the last
 step was complete, in any other way, leaves no tensors.
 
@@ -51,23 +51,30 @@ class ReplicaState:
         self._boundary.mark(tracker.state, begins=True)
         self.stepping = False
         """Whether an optimizer of the tracked models has begun to step since the last step was complete."""
+        self.decided = 0
+        """The newest step of this world that this rank knows to be done by all; 0: none."""
         self._agreement: StepAgreement | None = None
-        """The agreement of all ranks on each step; None: they are on several nodes, or share no memory."""
+        """The agreement of all ranks on each step; None: they do not agree."""
 
-    def agree(self, path: str, rank: int, world: int) -> None:
-        """Agree with all ranks on each step, by this file. Without room for it they do not."""
-        with contextlib.suppress(OSError):
-            self._agreement = StepAgreement(path, rank, world)
+    def agree(self, agreement: StepAgreement) -> None:
+        """Agree with all ranks on each step."""
+        self._agreement = agreement
 
-    def begin_stepping(self, is_cut: Callable[[], bool]) -> bool:
+    def begin_stepping(self, is_cut: Callable[[], bool], is_known: Callable[[int], bool]) -> bool:
         """The optimizer is about to change parameters: wait until all ranks have their gradients. Returns False if a
-        rank was lost before: then this step is given up. `is_cut`: whether a rank was lost."""
+        rank was lost before: then this step is given up. `is_cut`: whether a rank was lost. `is_known`: whether another
+        rank knows that this step is done; it waits for all ranks that are left."""
         if self._agreement is not None:
-            agreed = self._agreement.enters(self._tracker.state.step + 1, is_cut)
-            if agreed is StepEntry.LEFT:
-                return False
-            if agreed is StepEntry.UNKNOWN:
-                self.end_agreement(lost=False)
+            step = self._tracker.state.step + 1
+            match self._agreement.enters(step, is_cut):
+                case StepEntry.DONE:
+                    self.decided = step
+                case StepEntry.OPEN if is_known(step):
+                    self.decided = step
+                case StepEntry.OPEN | StepEntry.LEFT:
+                    return False
+                case StepEntry.UNKNOWN:
+                    self.end_agreement(lost=False)
         # No lock: an interruption just before this comes before the optimizer has changed anything.
         self.stepping = True
         return True
@@ -116,6 +123,7 @@ def _has_replicas(model: nn.Module) -> bool:
 def _is_replicated(tensor: Any) -> bool:
     if tensor.device.type != "cpu":
         return False
+    # DDP's: every rank has all of it.
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh

@@ -31,6 +31,7 @@ from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.reducers import Order
 from holdfast.train.replicas import first_not_finite
+from holdfast.train.save import ALONE_SAVE
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.copy_service import State, is_copy
 from holdfast.train.snapshots.folder import RankFile, Survey
@@ -172,7 +173,7 @@ class Resumer:
     def _gathered(self, state: State, held: NodeSlots, sources: Sources) -> list[Slot]:
         """The slots from which this rank loads the state: its node's own ones; if some rank lacks a part, also copies
         for other nodes; and if some rank still lacks one, also what is fetched from other nodes."""
-        if self.copies is None or not sources.is_complete:
+        if self.copies is None or not (sources.is_complete or _may_have_all_parts(state)):
             return list(held.values())
 
         own = {rank: slot for rank, slot in held.items() if slot.path is not None and not is_copy(slot.path)}
@@ -230,7 +231,8 @@ class Resumer:
             "over": self._judged.over,
             "suspects": [(key.step, f"{key.name} is suspect: {why}") for key, why in suspects.items()],
         }
-        common = set.intersection(*offers) | {state for state, sources in found_at.items() if sources.is_complete}
+        fetched = {each for each, at in found_at.items() if at.is_complete or (at.where and _may_have_all_parts(each))}
+        common = set.intersection(*offers) | fetched
         chosen = [(state, found_at[state]) for state in self._choose(common, held, found)]
         packed = [
             (*state, each.world, [(owner, *address) for owner, address in each.where.items()]) for state, each in chosen
@@ -506,6 +508,12 @@ class Resumer:
             raise mine
         self._raise_for([(each.get("error"), "error" in each) for each in answers])
         return result, next((each["damage"] for each in answers if "damage" in each), "")
+
+
+def _may_have_all_parts(state: State) -> bool:
+    """Whether some of its ranks may have all of this state: they have left it when they lost another one. Whether that
+    is so is seen when it is compared with what is tracked."""
+    return state[2] == ALONE_SAVE
 
 
 def _unfinished(found: Survey) -> set[tuple[Location, int]]:

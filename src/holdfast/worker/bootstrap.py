@@ -183,6 +183,8 @@ class _Recorder:
     def _write(self, error: BaseException) -> None:
         import traceback
 
+        # The program has recorded it by itself, as with torch's @record, and may know more
+        # (test_what_was_written_already_stays).
         if os.path.exists(self._path) and os.path.getsize(self._path) > 0:
             return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -514,6 +516,7 @@ def _take_profiles(address: str, board: Any, package: str) -> Callable[[int, boo
         import _signal  # type: ignore[import-not-found] # the C part of signal: nothing else is imported
 
         _signal.signal(board.PROFILE_SIGNAL, signalled)
+        # Else a system call of a library would fail at the signal (EINTR).
         _signal.siginterrupt(board.PROFILE_SIGNAL, False)
     except (ImportError, OSError, ValueError):
         pass  # this Python lacks the function, or we are not in the main thread: steps can be profiled
@@ -645,6 +648,8 @@ def main() -> None:
         if _ends_abruptly():
             _leave(_exit_code(end))
         raise
+    # Not all exceptions that end a program inherit from Exception: torch's CheckpointException does not
+    # (test_every_uncaught_exception_is_recorded).
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if not isinstance(error, KeyboardInterrupt):  # it comes from outside and explains nothing

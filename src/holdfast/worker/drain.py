@@ -222,6 +222,8 @@ class SafePoints:
             return False
         stop = self._slot.reach()
         if stop:
+            # It raises where the ranks only regroup, and the callbacks stay for the stop
+            # (test_callbacks_are_kept_when_ranks_only_regroup).
             if self.before_stop is not None:
                 self.before_stop()
             self.stop()
@@ -229,6 +231,8 @@ class SafePoints:
 
     def stop(self) -> None:
         """Call the callbacks of `on_stop`, once."""
+        # Each runs once, also if should_stop() is asked again after the stop
+        # (test_callbacks_run_once_in_order_at_the_safe_point).
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -248,6 +252,8 @@ def _open(address: str) -> _Slot | None:
     finally:
         os.close(fd)
     mine = int(slot) + layout.PID
+    # The worker was here first: this is one of its children, which inherits the variable
+    # (test_a_child_of_a_worker_has_no_say).
     if words[mine] not in (0, os.getpid()):
         return None
     words[mine] = os.getpid()

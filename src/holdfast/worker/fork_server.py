@@ -119,6 +119,8 @@ class Importer:
         after = dict(os.environ)
         self.changed |= {name: after.get(name) for name in before.keys() | after if before.get(name) != after.get(name)}
         check_forkable()
+        # Not a tracer of all Pythons, as coverage: an executed worker has it, too
+        # (test_what_traces_every_python_from_its_start_does_not_keep_workers_from_being_forked).
         if tracers() != self._tracers:
             raise UnfitError("a tracer is at work")
         return trouble

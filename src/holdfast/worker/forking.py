@@ -146,6 +146,7 @@ class ForkedWorker:
         show_as(request.argv, self._given)
         renew_modules()
         enlist(answer, intermediate, request.supervisor)
+        # A signal may have ended this worker before it was there (test_a_signal_ends_a_worker_that_is_not_there_yet).
         if answer.recv(16) != b"go":
             os._exit(1)
         answer.close()
@@ -165,6 +166,8 @@ class ForkedWorker:
             os.dup2(fd, number, inheritable=True)
             os.close(fd)
         renew_streams()
+        # By exec each worker would import, and print this itself
+        # (test_what_imports_print_and_set_reaches_every_worker).
         for fd, text in zip((1, 2), printed, strict=True):
             write_all(fd, text)
         return socket.socket(fileno=answer)

@@ -37,7 +37,7 @@ class OnOneNode:
 
     def __init__(self, folder: Path | None, *, bytes_max: int = BYTES_MAX) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
-        options = SimpleNamespace(cache_dir=None if folder is None else str(folder))
+        options = SimpleNamespace(cache_dir=None if folder is None else str(folder), cache_from=None)
 
         def write(event: str, **fields: Any) -> None:
             self.written.append((event, fields))

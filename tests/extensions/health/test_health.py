@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from holdfast.diagnosis.causes import judge
+from holdfast.doctor.device_events import DeviceEvent
+from holdfast.extensions.health.device_watch import EVENTS_MAX, DeviceWatch
 from holdfast.extensions.health.freed_memory import leftover, wait_until_free
-from holdfast.extensions.health.messages import Checked, DeviceSeen, Differs, Recovered, Unfit
+from holdfast.extensions.health.messages import Checked, DeviceNoted, DeviceSeen, Differs, Recovered, Unfit
+from holdfast.extensions.health.node import OnNode
+from holdfast.extensions.health.preflight import Preflight
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, preparing, running, stopping
@@ -182,7 +189,7 @@ def test_a_difference_is_reported_once_in_all_generations() -> None:
 
 # --- events of devices -------------------------------------------------------------------------------------------------
 
-XID = DeviceSeen("GPU 3", "XID 79 (the GPU has fallen off the bus)", severe=True, age_s=0.5)
+XID = DeviceSeen(1, "GPU 3", "XID 79 (the GPU has fallen off the bus)", severe=True, age_s=0.5)
 
 
 def test_the_verdict_names_the_device_that_failed_before_the_worker() -> None:
@@ -223,10 +230,57 @@ def test_an_event_of_long_ago_is_not_in_the_verdict() -> None:
 def test_a_severe_event_is_shown_until_the_next_generation_and_another_one_only_written_down() -> None:
     harness = running(max_restarts=1)
     harness.extend(2, "health", XID)
-    harness.extend(2, "health", DeviceSeen("GPU 1", "12 NVLink errors", severe=False, age_s=0.0))
+    harness.extend(2, "health", DeviceSeen(2, "GPU 1", "12 NVLink errors", severe=False, age_s=0.0))
     assert [each["severe"] for each in harness.noted("device")] == [True, False]
     shown = [notice for notice in harness.machine.view(harness.now).notices if "GPU" in notice]
     assert shown == ["XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2"]
+
+
+def test_an_event_that_is_sent_again_is_confirmed_and_told_once_with_its_earliest_time() -> None:
+    """The first message was held by the network, so the event was earlier than it says."""
+    harness = running(judge=judge)
+    harness.wait(9.0)
+    for age_s in (0.0, 4.5, 4.0):
+        harness.extend(2, "health", msgspec.structs.replace(XID, age_s=age_s))
+        assert harness.ordered(2, DeviceNoted) == DeviceNoted(1)
+    assert len(harness.noted("device")) == 1
+    harness.fail(1)
+    harness.both_say(msg.Stopped(harness.machine.generation))
+    outcome = harness.machine.outcome
+    assert outcome is not None
+    assert outcome.verdict is not None
+    assert outcome.verdict.cause.endswith("; XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2 4.5 s before")
+
+
+async def test_a_device_that_fails_during_a_check_is_checked_again() -> None:
+    class Checking(OnNode):
+        """Its GPU fails behind the look of the first check."""
+
+        checks = 0
+
+        async def _look(self) -> Preflight:
+            self.checks += 1
+            if self.checks == 1:
+                self._device(DeviceEvent("GPU 0", "XID 79", severe=True), time.monotonic())
+            return Preflight((), {}, {})
+
+    options = SimpleNamespace(preflight="quick", health_command="", watch_devices=True)
+    node: Any = SimpleNamespace(options=options, host="a", write=lambda *_, **__: None)
+    half = Checking(node, lambda _: None)
+    assign: Any = SimpleNamespace(generation=1, group_world_size=1)
+    for _ in range(3):
+        assert await half.unfit(assign) == ""
+    assert half.checks == 2
+
+
+def test_many_small_events_do_not_hide_a_severe_one() -> None:
+    reported: list[DeviceEvent] = []
+    watch = DeviceWatch(lambda event, _: reported.append(event), lambda _: None)
+    small = [DeviceEvent("GPU 1", f"{count} NVLink errors", severe=False) for count in range(2 * EVENTS_MAX)]
+    severe = DeviceEvent("GPU 0", "XID 79", severe=True)
+    for event in (*small, severe, severe):
+        watch._came(event)
+    assert reported == [*small[:EVENTS_MAX], severe]
 
 
 # --- memory of workers that have ended ---------------------------------------------------------------------------------

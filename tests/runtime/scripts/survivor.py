@@ -2,12 +2,13 @@
 
 Arguments: RANK=WORD …, how a local rank behaves: `deaf` never comes to the gate, `starved` neither, since it computes
 beside another process on one processor; `refuses` says that it cannot go on, `returns` that its function has returned;
-`family` has a child that outlives it; `late` says that it went on when the next regroup has begun. A replacement
-behaves well. Prints a line for each thing that it does.
+`family` has a child that outlives it, `stubborn` one in a session of its own, and both ignore SIGTERM; `late` says that
+it went on when the next regroup has begun. A replacement behaves well. Prints a line for each thing that it does.
 """
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,8 +28,11 @@ def place():
     return " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 
 
-if word == "family":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+if word == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the child inherits it
+if word in ("family", "stubborn"):
+    apart = word == "stubborn"
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=apart)
     say("child", child.pid)
 channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 channel.connect(b"\0holdfast-board-%d" % os.stat(path).st_ino)

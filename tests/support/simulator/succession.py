@@ -13,7 +13,6 @@ from msgspec import structs
 
 from holdfast.agent import voter as vote
 from holdfast.authority.voters import Voters
-from holdfast.coordinator.formation import BACK_OFF
 from holdfast.coordinator.world import Phase
 from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
 from holdfast.protocol.outcome import Outcome
@@ -356,7 +355,7 @@ class SuccessionCluster(SimCluster):
             return coordinator is not None
         gathering = coordinator.machine.gathering
         enough = gathering.present >= self.options.min_nodes
-        return bool(enough and gathering.pause == BACK_OFF and self.clock.now < gathering.not_before_s)
+        return bool(enough and not gathering.pause and self.clock.now < gathering.not_before_s)
 
     @staticmethod
     def _runs(process: Process) -> bool:

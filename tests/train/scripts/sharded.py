@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast.train as ht
-from holdfast.train import remaking
+from holdfast.train import remaking, step_links
 from holdfast.train import save as saving
+from holdfast.train.step_agreement import StepAgreement, StepEntry
 
 GLOBAL = 12
 STEPS = CASE.get("steps", 8)
@@ -217,6 +218,28 @@ def come_late(snaps: ht.Snapshots) -> None:
         dist.all_reduce = late
 
 
+def in_agreements() -> None:
+    """A rank may be lost at each point of an agreement on a step."""
+    announce, look, say = StepAgreement.announce, StepAgreement.look, step_links.StepLink.say
+
+    def announced(self: StepAgreement, step: int) -> None:
+        announce(self, step)
+        reach("announced", step - 1)
+
+    def looked(self: StepAgreement, step: int, is_cut: Any) -> StepEntry | None:
+        entry = look(self, step, is_cut)
+        if entry is StepEntry.DONE:
+            reach("decided", step - 1)
+        return entry
+
+    def said(self: step_links.StepLink, step: int) -> None:
+        reach("about to tell", step - 1)
+        say(self, step)
+        reach("told", step - 1)
+
+    StepAgreement.announce, StepAgreement.look, step_links.StepLink.say = announced, looked, said
+
+
 def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
     snaps.track(model=model)
     snaps.resume()
@@ -326,4 +349,5 @@ def main() -> None:
 
 remaking.NONE_FIT_S = CASE.get("too few wait", remaking.NONE_FIT_S)
 hold_back_replacements()
+in_agreements()
 main()

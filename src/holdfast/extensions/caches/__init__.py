@@ -1,1 +1,1 @@
-"""Compiled kernels are kept on the node over restarts and jobs (--cache-dir)."""
+"""Compiled kernels are kept over restarts and jobs (--cache-dir), and shared between nodes (--cache-from)."""

@@ -1,5 +1,6 @@
 """Parks nodes whose check has failed, and lets them take part again when it passes. Compares all nodes: one that has
-less than most others is parked if a spare is there. Keeps what happens to devices, for the verdict. Pure.
+less than most others, or a network that is slow with all of them (pair_rounds.py), is parked if a spare is there. Keeps
+what happens to devices, for the verdict. Pure.
 
 A difference alone ends no job: without a spare it is only reported. The others can train with that node, only slower.
 """
@@ -11,7 +12,17 @@ from collections.abc import Mapping
 
 from holdfast.doctor.device_events import DeviceEvent
 from holdfast.doctor.majority import NodeDifference, Weight, differences
-from holdfast.extensions.health.messages import Checked, DeviceSeen, Differs, Recovered, Unfit
+from holdfast.extensions.health.messages import (
+    Checked,
+    DeviceNoted,
+    DeviceSeen,
+    Differs,
+    Measurable,
+    PairsMeasured,
+    Recovered,
+    Unfit,
+)
+from holdfast.extensions.health.pair_rounds import PairRounds, PairsFound
 from holdfast.protocol.extension import (
     Announce,
     CoordinatorExtension,
@@ -28,14 +39,14 @@ from holdfast.protocol.extension import (
     ToNode,
     Unpark,
 )
-from holdfast.protocol.policy import Note
+from holdfast.protocol.policy import Note, agent_of
 
 DEVICES_MAX = 32
 NOTICES_MAX = 4
 
 
 class AtCoordinator(CoordinatorExtension):
-    messages = Unfit | Recovered | Checked | DeviceSeen
+    messages = Unfit | Recovered | Checked | DeviceSeen | Measurable | PairsMeasured
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -47,12 +58,20 @@ class AtCoordinator(CoordinatorExtension):
         """Members that are parked because they differ. Always a part of `_parked`."""
         self._reported: dict[tuple[str, str], str] = {}
         """The text of each difference that was reported and is still there, by member and trait."""
-        self._devices: deque[DeviceFault] = deque(maxlen=DEVICES_MAX)
-        """The newest severe events of devices."""
+        self._pairs = PairRounds(job)
+        self._slow_links: tuple[str, ...] = ()
+        """Links that were slow in the newest rounds, and nodes for which there was no spare, in words."""
+        self._devices: dict[tuple[str, int], DeviceFault] = {}
+        """The newest severe events of devices, by their agents and numbers."""
         self._noticed: deque[str] = deque(maxlen=NOTICES_MAX)
         """The newest of them in the running generation, in words."""
 
-    def heard(self, now: float, member: str, message: Unfit | Recovered | Checked | DeviceSeen) -> Orders:
+    def heard(
+        self,
+        now: float,
+        member: str,
+        message: Unfit | Recovered | Checked | DeviceSeen | Measurable | PairsMeasured,
+    ) -> Orders:
         match message:
             case Recovered():
                 return self._unpark(member)
@@ -62,10 +81,48 @@ class AtCoordinator(CoordinatorExtension):
                 return self._compare(member, message)
             case DeviceSeen():
                 return self._device(now, member, message)
+            case Measurable():
+                return self._paired(self._pairs.offered(now, member, message))
+            case PairsMeasured():
+                return self._paired(self._pairs.answered(now, member, message))
+
+    def due_s(self) -> float:
+        return self._pairs.due_s
+
+    def due(self, now: float) -> Orders:
+        return self._paired(self._pairs.due(now))
+
+    def _paired(self, found: PairsFound | None) -> list[Order]:
+        """Park slow nodes as far as there are spares, and report the rest."""
+        if found is None:
+            return []
+        orders = list(found.orders)
+        if found.rates is not None:
+            self._slow_links = ()
+            orders.append(Note("pairs", {"generation": found.generation, "bytes_s": found.rates}))
+        spares = sum(each.name not in found.members and each.name not in self._parked for each in self.job.members())
+        for slow in found.slow:
+            names = [found.members[index] for index in slow.nodes]
+            hosts = [self._host(name) for name in names]
+            rate = f"{slow.share:.0%} of the usual rate between these nodes" if slow.share else "no answer in time"
+            text = f"the network between {' and '.join(hosts)} is slow: {rate}"
+            if not slow.is_link:
+                text = f"the network of {hosts[0]} is slow with all others: {rate}"
+            about = {"generation": found.generation, "members": names, "share": round(slow.share, 3), "text": text}
+            orders.append(Note("slow_network", about))
+            if not slow.is_link and spares:
+                spares -= 1
+                reason = f"its network is slow with all others: {rate}"
+                orders += self._park(names[0], found.generation, reason)
+            else:
+                self._slow_links = (*self._slow_links, text)
+                orders.append(Announce(text))
+        return orders
 
     def _park(self, member: str, generation: int, reason: str) -> list[Order]:
         text = self._parked[member] = f"{self._host(member)} is parked: {reason}"
-        return [Note("parked", {"member": member, "generation": generation, "reason": reason}), Park(member, text)]
+        note = Note("parked", {"member": member, "generation": generation, "reason": reason})
+        return [*self._pairs.gone(member), note, Park(member, text)]
 
     def _unpark(self, member: str) -> list[Order]:
         self._parked.pop(member, None)
@@ -90,6 +147,8 @@ class AtCoordinator(CoordinatorExtension):
         if member in self._differing:
             return orders + ([] if any(each.node == member for each in slower) else self._unpark(member))
         spares = sum(each.name not in known and each.name not in self._parked for each in self.job.members())
+        # The job waits for no better node: without a spare it starts with this one
+        # (test_without_a_spare_the_difference_is_reported_and_the_job_starts).
         for name in list(dict.fromkeys(each.node for each in slower))[:spares]:
             reason = "; ".join(each.text for each in slower if each.node == name)
             self._differing.add(name)
@@ -100,6 +159,8 @@ class AtCoordinator(CoordinatorExtension):
         """Report the differences that are new."""
         orders: list[Order] = []
         now = {(each.node, each.trait): each for each in found}
+        # A difference of a node that is not compared now is still there, and is not reported again
+        # (test_a_difference_is_reported_once_in_all_generations).
         for key in [key for key in self._reported if key[0] in known and key not in now]:
             del self._reported[key]
         for key, each in now.items():
@@ -116,16 +177,23 @@ class AtCoordinator(CoordinatorExtension):
 
     def _device(self, now: float, member: str, message: DeviceSeen) -> list[Order]:
         text = DeviceEvent(message.device, message.text, message.severe).on(self._host(member))
+        key, at_s = (agent_of(member), message.number), now - message.age_s
+        if key in self._devices:
+            # A message may be late and never early: the earliest time is the nearest.
+            self._devices[key] = DeviceFault(text, min(self._devices[key].at_s, at_s))
+            return [ToNode(member, DeviceNoted(message.number))]
         about = {"member": member, "generation": self.job.generation, "device": message.device, "text": message.text}
         note = Note("device", {**about, "severe": message.severe})
         if not message.severe:
             return [note]
-        self._devices.append(DeviceFault(text, now - message.age_s))
+        self._devices[key] = DeviceFault(text, at_s)
+        if len(self._devices) > DEVICES_MAX:
+            del self._devices[next(iter(self._devices))]
         self._noticed.append(text)
-        return [note, Announce(text)]
+        return [note, Announce(text), ToNode(member, DeviceNoted(message.number))]
 
     def observed(self, now: float) -> Observed:  # noqa: ARG002
-        return Observed(devices=tuple(self._devices))
+        return Observed(devices=tuple(sorted(self._devices.values(), key=lambda each: each.at_s)))
 
     def _host(self, member: str) -> str:
         return next((each.host for each in self.job.members() if each.name == member), member)
@@ -133,13 +201,15 @@ class AtCoordinator(CoordinatorExtension):
     def happened(self, now: float, event: Happened) -> Orders:  # noqa: ARG002
         if isinstance(event, Started):
             self._noticed.clear()
+        # Else its notice would stand for ever (test_a_parked_node_that_is_lost_is_not_shown_any_more).
         if isinstance(event, MemberLost):
             self._parked.pop(event.member, None)
             self._traits.pop(event.member, None)
             self._differing.discard(event.member)
             self._reported = {key: text for key, text in self._reported.items() if key[0] != event.member}
+            return self._pairs.gone(event.member)
         return ()
 
     def view(self, now: float) -> Figures:  # noqa: ARG002
         differing = [text for (member, _), text in self._reported.items() if member not in self._parked]
-        return Figures(notices=(*self._parked.values(), *differing, *self._noticed))
+        return Figures(notices=(*self._parked.values(), *differing, *self._slow_links, *self._noticed))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from holdfast.doctor.device_events import DeviceEvent, changes, of_xid
@@ -19,7 +20,7 @@ WAIT_MS = 500
 SAME_S = 60.0
 """An event that repeats is reported once in this time (s)."""
 EVENTS_MAX = 200
-"""Events of one agent: a broken link must not fill the journal."""
+"""Events of one agent, and as many that are severe: a broken link must not fill the journal."""
 
 
 class DeviceWatch:
@@ -37,7 +38,9 @@ class DeviceWatch:
         self._read_every_s = read_every_s
         self._over = threading.Event()
         self._reported_s: dict[DeviceEvent, float] = {}
-        self._count = 0
+        """The time at which each event was reported last (monotonic s)."""
+        self._counts = Counter[bool]()
+        """Number of events that were reported: those that are severe, and the others."""
 
     def start(self) -> None:
         # There may be no more threads now: the job does not need this one.
@@ -65,6 +68,7 @@ class DeviceWatch:
                 try:
                     found = source.wait(WAIT_MS)
                 except Exception:  # noqa: BLE001 - NVML's own errors; its module is loaded late
+                    # The next call would fail at once, too, and this loop would spin. Counters are read all the same.
                     source = None
                     continue
                 if found is not None:
@@ -90,7 +94,9 @@ class DeviceWatch:
 
     def _came(self, event: DeviceEvent) -> None:
         now_s = time.monotonic()
-        if now_s - self._reported_s.get(event, -SAME_S) >= SAME_S and self._count < EVENTS_MAX:
+        # Counted apart: a counter that grows in each reading must not hide that a GPU is lost hours later
+        # (test_many_small_events_do_not_hide_a_severe_one).
+        if now_s - self._reported_s.get(event, -SAME_S) >= SAME_S and self._counts[event.severe] < EVENTS_MAX:
             self._reported_s[event] = now_s
-            self._count += 1
+            self._counts[event.severe] += 1
             self._report(event, now_s)

@@ -115,7 +115,15 @@ class CopyConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
         self._sock.close()
+
+    def fileno(self) -> int:
+        """The descriptor of the socket. What has arrived is in the socket, and nowhere else."""
+        return self._sock.fileno()
 
     def say(self, **message: Any) -> None:
         """Send a message."""
