@@ -67,11 +67,11 @@ def train(options: argparse.Namespace, rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step
+        if rank == 0 and step % 10 == 0:  # before the save: a start that goes on after it does not show this line again
+            print(f"step {step} loss {loss.item():.6f}", flush=True)
         leave = should_stop()  # safe: the same answer on all ranks
         if leave or step % options.save_every == 0 or step == options.steps:
             dcp.save(state, storage_writer=ht.SnapshotWriter(options.folder, step=step))
-        if rank == 0 and step % 10 == 0:
-            print(f"step {step} loss {loss.item():.6f}", flush=True)
         if leave:
             sys.exit(0)
 

@@ -244,7 +244,8 @@ class StepAgreement:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        # The kernel releases it when the process is killed, at any moment: each word is written at once.
+        # The kernel releases it when the process is killed, at any moment: each word is written at once. Processes that
+        # the rank has forked share it: those of torch's loader look every 5 s whether the rank lives, and end.
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             yield
