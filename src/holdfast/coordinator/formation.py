@@ -57,8 +57,8 @@ class Gathering(Struct, kw_only=True):
         """Note the number of candidates that are present now."""
         self.present = present
         if present < min_nodes:
-            # With too few nodes left it is as at the first start: whoever comes first is given time to be followed by
-            # others.
+            # With too few nodes left the wait begins as at the first start: after a node joins, others get time to
+            # join, too.
             self.quorum_s, self.regroup = None, False
         elif self.quorum_s is None:
             self.quorum_s = now

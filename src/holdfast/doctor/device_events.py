@@ -19,6 +19,7 @@ from holdfast.doctor.machine_state import (
     Recovery,
     Slowdown,
 )
+from holdfast.text import plural
 
 XIDS = {
     48: "uncorrected memory error",
@@ -88,7 +89,7 @@ def _of_gpu(before: GpuState, after: GpuState) -> Iterator[tuple[str, bool]]:
     if before.error:
         return
     if grown := _grown(before.ecc_uncorrected, after.ecc_uncorrected):
-        yield f"{grown} uncorrected memory error{'s' if grown > 1 else ''}", True
+        yield plural(grown, "uncorrected memory error"), True
     # None is no False: what was unknown before may be old (test_what_is_normal_or_unknown_is_no_event).
     if after.remap_pending and before.remap_pending is False:
         yield "memory rows are to be replaced", True
@@ -98,7 +99,7 @@ def _of_gpu(before: GpuState, after: GpuState) -> Iterator[tuple[str, bool]]:
         yield f"the driver asks for a {after.recovery.value}", True
     # This number falls, unlike the others.
     if lost := _grown(after.links_active, before.links_active):
-        yield f"{lost} NVLink{'s' if lost > 1 else ''} went down", True
+        yield f"{plural(lost, 'NVLink')} went down", True
     if grown := _grown(before.link_errors, after.link_errors):
         yield f"{grown} NVLink errors", False
     if (grown := _grown(before.pcie_replays, after.pcie_replays)) >= REPLAYS_MIN:
@@ -116,7 +117,7 @@ SLOWS = (*HARDWARE, Slowdown.SOFTWARE_THERMAL)
 def _of_port(before: NetworkPort, after: NetworkPort) -> Iterator[tuple[str, bool]]:
     # The counter also shows a link that is up again by now; the state is for ports without it.
     if grown := _grown(before.downed, after.downed):
-        yield f"the link went down {grown} time{'s' if grown > 1 else ''}", True
+        yield f"the link went down {plural(grown, 'time')}", True
     elif before.state == "ACTIVE" and after.state not in ("ACTIVE", ""):
         yield f"the port is {after.state}", True
 
@@ -135,8 +136,7 @@ def of_link(before: NetworkCard, after: NetworkCard) -> DeviceEvent | None:
         losses = _grown(before.carrier_losses, after.carrier_losses)
     if not losses:
         return None
-    text = f"the link lost its carrier {losses} time{'s' if losses > 1 else ''}"
-    return DeviceEvent(after.name, text, before.routed or after.routed)
+    return DeviceEvent(after.name, f"the link lost its carrier {plural(losses, 'time')}", before.routed or after.routed)
 
 
 def of_packets(before: NetworkCard, after: NetworkCard, seconds: float) -> DeviceEvent | None:

@@ -112,7 +112,7 @@ def _fill_in(argument: str, local_rank: int) -> str:
 FOLDER = str(Path(__file__).resolve().parents[1] / "worker")
 """The folder of the fork server's program."""
 IMPORT_S = 120.0
-"""Time after which the agent is told that imports for restarts are not done (s). torch._inductor takes 3 s, and 40 s on
+"""Time after which it is reported that imports for restarts are not done (s). torch._inductor takes 3 s, and 40 s on
 a machine with ten busy processes per core."""
 
 

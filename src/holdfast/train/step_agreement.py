@@ -64,8 +64,6 @@ POLL_S_MIN, POLL_S_MAX = 20e-6, 1e-3
 """Pause between two looks: it grows with the time that was waited."""
 SILENCE_S = 10.0
 """The wait for the others. A program in which ranks step their optimizers at different calls would wait for ever."""
-
-
 LINK_POLL_S = 5e-3
 """Limit of one wait for another node. After it the rank looks whether another one was lost."""
 

@@ -192,16 +192,21 @@ def test_a_difference_is_reported_once_in_all_generations() -> None:
 XID = DeviceSeen(1, "GPU 3", "XID 79 (the GPU has fallen off the bus)", severe=True, age_s=0.5)
 
 
+def cause(harness: CoordinatorHarness) -> str:
+    """The cause in the verdict of the job, which is over."""
+    outcome = harness.machine.outcome
+    assert outcome is not None
+    assert outcome.verdict is not None
+    return outcome.verdict.cause
+
+
 def test_the_verdict_names_the_device_that_failed_before_the_worker() -> None:
     harness = running(judge=judge)
     harness.extend(2, "health", XID)
     harness.wait(1.0)
     harness.fail(1)
     harness.both_say(msg.Stopped(harness.machine.generation))
-    outcome = harness.machine.outcome
-    assert outcome is not None
-    assert outcome.verdict is not None
-    assert outcome.verdict.cause.endswith("; XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2 1.5 s before")
+    assert cause(harness).endswith("; XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2 1.5 s before")
 
 
 def test_an_event_that_comes_after_the_failure_is_named_as_well() -> None:
@@ -210,10 +215,7 @@ def test_an_event_that_comes_after_the_failure_is_named_as_well() -> None:
     harness.wait(1.0)
     harness.extend(2, "health", XID)
     harness.both_say(msg.Stopped(harness.machine.generation))
-    outcome = harness.machine.outcome
-    assert outcome is not None
-    assert outcome.verdict is not None
-    assert "on GPU 3 of node n2 0.5 s after" in outcome.verdict.cause
+    assert "on GPU 3 of node n2 0.5 s after" in cause(harness)
 
 
 def test_an_event_of_long_ago_is_not_in_the_verdict() -> None:
@@ -221,10 +223,7 @@ def test_an_event_of_long_ago_is_not_in_the_verdict() -> None:
     harness.extend(2, "health", msgspec.structs.replace(XID, age_s=200.0))
     harness.fail(1)
     harness.both_say(msg.Stopped(harness.machine.generation))
-    outcome = harness.machine.outcome
-    assert outcome is not None
-    assert outcome.verdict is not None
-    assert "XID" not in outcome.verdict.cause
+    assert "XID" not in cause(harness)
 
 
 def test_a_severe_event_is_shown_until_the_next_generation_and_another_one_only_written_down() -> None:
@@ -246,10 +245,7 @@ def test_an_event_that_is_sent_again_is_confirmed_and_told_once_with_its_earlies
     assert len(harness.noted("device")) == 1
     harness.fail(1)
     harness.both_say(msg.Stopped(harness.machine.generation))
-    outcome = harness.machine.outcome
-    assert outcome is not None
-    assert outcome.verdict is not None
-    assert outcome.verdict.cause.endswith("; XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2 4.5 s before")
+    assert cause(harness).endswith("; XID 79 (the GPU has fallen off the bus) on GPU 3 of node n2 4.5 s before")
 
 
 async def test_a_device_that_fails_during_a_check_is_checked_again() -> None:

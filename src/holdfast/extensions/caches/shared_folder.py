@@ -1,10 +1,12 @@
 """A folder of compiled kernels that nodes share (--cache-from): a node whose own folder is empty begins with a copy of
 it, and a job that ends well adds what is new.
 
-Whoever reads while others write, and whatever is killed in the middle, a file has either its name and all of its bytes,
-or another name. What is copied are the files of Inductor and Triton: their names follow from all that they were made
-of, except the processor, which is in the name of the folder. Those of torch's C++ extensions have neither in their
-names, and the driver's have an index; they stay on the node.
+A file has its name only when all of its bytes are there, and a temporary name before. This holds for a node that reads
+while another one writes, and for a copy that is killed in the middle.
+
+The files of Inductor and Triton are copied: their names follow from all that they were made of, except the processor,
+which is in the name of the folder. Those of torch's C++ extensions have neither in their names, and the driver's have
+an index; they stay on the node.
 
 What is in the folder is executed by workers, so the rules of --cache-dir are those of this folder as well.
 """

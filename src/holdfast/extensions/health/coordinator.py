@@ -8,7 +8,7 @@ A difference alone ends no job: without a spare it is only reported. The others 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from holdfast.doctor.device_events import DeviceEvent
 from holdfast.doctor.majority import NodeDifference, Weight, differences
@@ -100,7 +100,7 @@ class AtCoordinator(CoordinatorExtension):
         if found.rates is not None:
             self._slow_links = ()
             orders.append(Note("pairs", {"generation": found.generation, "bytes_s": found.rates}))
-        spares = sum(each.name not in found.members and each.name not in self._parked for each in self.job.members())
+        spares = self._spares(found.members)
         for slow in found.slow:
             names = [found.members[index] for index in slow.nodes]
             hosts = [self._host(name) for name in names]
@@ -118,6 +118,10 @@ class AtCoordinator(CoordinatorExtension):
                 self._slow_links = (*self._slow_links, text)
                 orders.append(Announce(text))
         return orders
+
+    def _spares(self, taking_part: Container[str]) -> int:
+        """The number of nodes that could take the place of one of these."""
+        return sum(each.name not in taking_part and each.name not in self._parked for each in self.job.members())
 
     def _park(self, member: str, generation: int, reason: str) -> list[Order]:
         text = self._parked[member] = f"{self._host(member)} is parked: {reason}"
@@ -146,10 +150,9 @@ class AtCoordinator(CoordinatorExtension):
         slower = [each for each in found if each.weight is Weight.SLOWS]
         if member in self._differing:
             return orders + ([] if any(each.node == member for each in slower) else self._unpark(member))
-        spares = sum(each.name not in known and each.name not in self._parked for each in self.job.members())
         # The job waits for no better node: without a spare it starts with this one
         # (test_without_a_spare_the_difference_is_reported_and_the_job_starts).
-        for name in list(dict.fromkeys(each.node for each in slower))[:spares]:
+        for name in list(dict.fromkeys(each.node for each in slower))[: self._spares(known)]:
             reason = "; ".join(each.text for each in slower if each.node == name)
             self._differing.add(name)
             orders += [*self._park(name, message.generation, f"it {reason}"), ToNode(name, Differs())]
