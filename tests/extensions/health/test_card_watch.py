@@ -16,6 +16,7 @@ from holdfast.doctor.machine_state import NetworkCard
 from holdfast.doctor.network_cards import LinkEvents
 from holdfast.extensions.health import node as health_node
 from holdfast.extensions.health.card_watch import CardWatch, _Comparison
+from holdfast.extensions.health.event_limit import EVENTS_MAX
 from holdfast.extensions.health.messages import DeviceNoted, DeviceSeen
 from holdfast.extensions.health.node import OnNode
 from tests.support.limits import limit_s
@@ -73,6 +74,18 @@ def test_a_lost_carrier_is_reported_when_the_kernel_says_so_and_the_watch_ends(k
     watch.stop()
     assert kernel.closed.wait(limit_s(30))
     assert events.empty()
+
+
+def test_a_lost_carrier_is_reported_after_many_events_with_bad_packets(kernel: KernelDouble) -> None:
+    events: queue.Queue[Any] = queue.Queue()
+    watch = watch_of(kernel, events)
+    dropped = DeviceEvent("eth0", "40 of 1000 packets were dropped in 30 s", severe=False)
+    assert [watch._limit.admits(dropped) for _ in range(EVENTS_MAX + 1)] == [True] * EVENTS_MAX + [False]
+    watch.start()
+    kernel.changes(carrier_losses=2, up=False)
+    assert events.get(timeout=limit_s(30)) == LOST
+    watch.stop()
+    assert kernel.closed.wait(limit_s(30))
 
 
 def test_a_machine_without_cards_has_no_watch(kernel: KernelDouble) -> None:

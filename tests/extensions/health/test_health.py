@@ -12,7 +12,8 @@ import pytest
 
 from holdfast.diagnosis.causes import judge
 from holdfast.doctor.device_events import DeviceEvent
-from holdfast.extensions.health.device_watch import EVENTS_MAX, DeviceWatch
+from holdfast.extensions.health.device_watch import DeviceWatch
+from holdfast.extensions.health.event_limit import EVENTS_MAX
 from holdfast.extensions.health.freed_memory import leftover, wait_until_free
 from holdfast.extensions.health.messages import Checked, DeviceNoted, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.extensions.health.node import OnNode

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
+from holdfast.extensions.health.event_limit import EventLimit
+
 if TYPE_CHECKING:
     from holdfast.doctor.device_events import DeviceEvent
     from holdfast.doctor.machine_state import NetworkCard
@@ -29,8 +31,6 @@ LINK_PAUSE_S = 10.0
 """A link that goes up and down is reported once in this time, with the number of losses (s)."""
 PACKETS_PAUSE_S = 600.0
 """The same for a card with bad packets (s)."""
-EVENTS_MAX = 200
-"""Events of one agent: a broken link must not fill the journal."""
 
 Rule = Callable[["NetworkCard", "NetworkCard", float], "DeviceEvent | None"]
 
@@ -83,7 +83,7 @@ class CardWatch:
         self._read = read
         self._links = links
         self._over = threading.Event()
-        self._count = 0
+        self._limit = EventLimit()
 
     def start(self) -> None:
         # There may be no more threads now: the job does not need this one.
@@ -129,8 +129,7 @@ class CardWatch:
                 counted_s = now_s
                 events += packets.look(now_s, cards)
             for event in events:
-                self._count += 1
-                if self._count <= EVENTS_MAX:
+                if self._limit.admits(event):
                     self._report(event, now_s)
             if not self._over.wait(SETTLE_S):
                 links.wait(max(0.0, min(every_s, carriers.due_s - time.monotonic())))

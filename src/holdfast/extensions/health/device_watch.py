@@ -7,11 +7,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from holdfast.doctor.device_events import DeviceEvent, changes, of_xid
 from holdfast.doctor.machine_reader import XidSource, has_nvidia, read_machine
+from holdfast.extensions.health.event_limit import EventLimit
 
 READ_EVERY_S = 30.0
 """Time between two readings of all counters (s)."""
@@ -19,8 +19,6 @@ WAIT_MS = 500
 """Limit of one wait for an XID, after which the thread looks whether it is to end."""
 SAME_S = 60.0
 """An event that repeats is reported once in this time (s)."""
-EVENTS_MAX = 200
-"""Events of one agent, and as many that are severe: a broken link must not fill the journal."""
 
 
 class DeviceWatch:
@@ -39,8 +37,7 @@ class DeviceWatch:
         self._over = threading.Event()
         self._reported_s: dict[DeviceEvent, float] = {}
         """The time at which each event was reported last (monotonic s)."""
-        self._counts = Counter[bool]()
-        """Number of events that were reported: those that are severe, and the others."""
+        self._limit = EventLimit()
 
     def start(self) -> None:
         # There may be no more threads now: the job does not need this one.
@@ -94,9 +91,6 @@ class DeviceWatch:
 
     def _came(self, event: DeviceEvent) -> None:
         now_s = time.monotonic()
-        # Counted apart: a counter that grows in each reading must not hide that a GPU is lost hours later
-        # (test_many_small_events_do_not_hide_a_severe_one).
-        if now_s - self._reported_s.get(event, -SAME_S) >= SAME_S and self._counts[event.severe] < EVENTS_MAX:
+        if now_s - self._reported_s.get(event, -SAME_S) >= SAME_S and self._limit.admits(event):
             self._reported_s[event] = now_s
-            self._counts[event.severe] += 1
             self._report(event, now_s)
