@@ -18,7 +18,7 @@ from holdfast.protocol.extension import DeviceFault
 from holdfast.protocol.messages import Notice, StopReason, Waiting
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.text import spans
+from holdfast.text import ranks_text
 
 UNBOUNDED = 2**31 - 1
 """`max_restarts` of a job whose restarts are counted elsewhere."""
@@ -155,7 +155,7 @@ def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
         lines.append(f"{verdict.code}: {verdict.cause}; {budget.newest}{pause}")
     if verdict.victims:
         log = "its log" if len(verdict.victims) == 1 else "their logs"
-        lines.append(f"rank {spans(verdict.victims)} failed because of it; see {log}")
+        lines.append(f"{ranks_text(verdict.victims)} failed because of it; see {log}")
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ from holdfast.protocol.messages import (
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Note
 from holdfast.protocol.train_contract import Survive
-from holdfast.text import listed, plural, spans
+from holdfast.text import listed, plural, ranks_text, spans
 
 ATTEMPTS_MAX = 3
 """Give up regrouping after this many attempts in a row that never started."""
@@ -159,7 +159,7 @@ class Regrouping:
             return f"{ATTEMPTS_MAX} losses in a row while regrouping"
         # A rank that has ended would be missing in the next collective (scenario survive_done).
         if world.done_count:
-            return f"rank {spans(world.done_ranks())} has ended"
+            return f"{ranks_text(world.done_ranks())} ended"
         leaving = [members[name] for name in self.leaving(world)]
         led = next((each for each in leaving if each.node.hosts_coordinator), None)
         # The others would stand without a coordinator (test_a_coordinator_that_nobody_succeeds_leaves_with_all).
@@ -280,15 +280,15 @@ class Regrouping:
         # (test_workers_that_went_on_and_are_done_with_training_are_left_alone).
         if world.done_count or not late:
             return []
-        return self._refusal(world, f"rank {spans(late)} did not go on within {self.limits.rejoin_s:g} s")
+        return self._refusal(world, f"{ranks_text(late)} did not go on within {self.limits.rejoin_s:g} s")
 
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
         """Decide what follows while the workers leave their generation. They were told to at `since_s`."""
         due_s = self.due_s(world)
         if world.done_count and self.cut:
-            return self._refusal(world, f"rank {spans(world.done_ranks())} has ended")
+            return self._refusal(world, f"{ranks_text(world.done_ranks())} ended")
         if self._waits_for_ended(world):
-            ended = f"rank {spans(world.done_ranks())} has ended before the safe point"
+            ended = f"{ranks_text(world.done_ranks())} ended before the safe point"
             return self._refusal(world, f"{ended} at which others wait")
         if now >= since_s + due_s:
             what = "no replacement" if world.all_prepared else "not every worker"
@@ -422,7 +422,9 @@ class Regrouping:
             base += len(places[name])
         hosts = [self.membership.members[name].node.host for name in world.order if name in leaving]
         new = f"{listed(hosts)} {'leaves' if len(hosts) == 1 else 'leave'}; " if hosts else ""
-        new += f"rank {spans(fresh)} {'joined' if joined else 'was replaced'}; " if fresh else ""
+        if fresh:
+            replaced = "was replaced" if len(fresh) == 1 else "were replaced"
+            new += f"{ranks_text(fresh)} {'joined' if joined else replaced}; "
         return Plan(order, places, f"{new}{self._go_on(base)}", safe_point, tuple(fresh))
 
     def _may_part(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
