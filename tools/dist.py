@@ -3,7 +3,7 @@
     python -m tools.dist [FOLDER] [--machines x86_64,aarch64] [--repository https://…]
 
 A package index shows README.md, where links to files lead nowhere: with the repository's address they lead there, and the index links to
-it; without one only their texts stay.
+it; without one only their texts stay. And it is installed by its name there, not from a checkout.
 
 The same commit gives the same bytes, on any day, in any folder and with any umask: all times are those of the commit. The commit is
 written into the package, where `holdfast --version --verbose` finds it. What is not committed is not built.
@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 """Machines for which wheels are built, and their number in the header of a library."""
 
+FROM_CHECKOUT, FROM_INDEX = "\npip install .\n", "\npip install holdfast\n"
 LINK_TO_FILE = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)")
 
 
@@ -83,7 +84,10 @@ def link_to_repository(source: Path, repository: str, commit: str) -> None:
     """Change the links of README.md in this folder for a package index, and tell it the repository."""
     readme, project = source / "README.md", source / "pyproject.toml"
     target = rf"[\1]({repository}/blob/{commit}/\2)" if repository else r"\1"
-    readme.write_text(LINK_TO_FILE.sub(target, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    text = readme.read_text(encoding="utf-8")
+    if text.count(FROM_CHECKOUT) != 1:
+        sys.exit("tools.dist: README.md has not one line `pip install .` to be changed for the index")
+    readme.write_text(LINK_TO_FILE.sub(target, text.replace(FROM_CHECKOUT, FROM_INDEX)), encoding="utf-8")
     if repository:
         urls = {
             "Repository": repository,

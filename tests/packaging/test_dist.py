@@ -4,6 +4,7 @@ no compiler, no network, an empty environment, under each Python that is support
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -159,4 +160,11 @@ def test_the_image_is_linted_and_takes_the_version_that_is_built() -> None:
     lint = [Path(sys.executable).parent / "hadolint", "--no-fail", "--format", "tty", file]
     done = subprocess.run(lint, capture_output=True, text=True, timeout=limit_s(60))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert f"ARG HOLDFAST={__version__}\n" in file.read_text()
+    text = file.read_text()
+    assert f"ARG HOLDFAST={__version__}\n" in text
+    (chosen,) = re.findall(r"set -- (\S+) &&", text)
+    script = f"set -- {chosen.replace('/dist/', f'{ROOT}/dist/')} && echo $# $1"
+    done = subprocess.run(
+        ["sh", "-c", script], env={**os.environ, "HOLDFAST": __version__}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", str(built(WHEEL))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from holdfast.version import __version__
 from tools.dist import link_to_repository
-from tools.release import NAMES_VERSION, reasons
+from tools.release import NAMES_VERSION, reasons, released_on
 from tools.stability import LABELS, labels, public_names
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,6 +47,20 @@ def test_a_tag_that_exists_refuses_the_release(checkout: Path) -> None:
     assert reason == f"the tag v{__version__} exists: this version is released"
 
 
+def test_a_date_that_stands_in_one_file_only_refuses_the_release(checkout: Path) -> None:
+    changelog, citation = checkout / "CHANGELOG.md", checkout / "CITATION.cff"
+    heading = re.compile(rf"^## {re.escape(__version__)} .*$", re.MULTILINE)
+    citation.write_text(re.sub(r"(?m)^date-released: .*\n", "", citation.read_text()))
+    changelog.write_text(heading.sub(f"## {__version__} (not released)", changelog.read_text()))
+    assert released_on(checkout) == ""
+    changelog.write_text(heading.sub(f"## {__version__} (2027-01-02)", changelog.read_text()))
+    assert released_on(checkout) == "2027-01-02"
+    assert list(reasons(checkout))[1:] == ["CHANGELOG.md has the date 2027-01-02 and CITATION.cff none"]
+    with citation.open("a") as file:
+        file.write("date-released: 2027-01-02\n")
+    assert len(list(reasons(checkout))) == 1  # not committed
+
+
 @pytest.mark.parametrize(
     ("repository", "line"),
     [
@@ -57,10 +72,10 @@ def test_a_tag_that_exists_refuses_the_release(checkout: Path) -> None:
     ],
 )
 def test_the_page_of_a_package_has_no_link_that_leads_nowhere(tmp_path: Path, repository: str, line: str) -> None:
-    (tmp_path / "README.md").write_text("See [the rules](docs/a.md#b), [torch](https://pytorch.org).")
+    (tmp_path / "README.md").write_text("See [the rules](docs/a.md#b), [torch](https://pytorch.org).\npip install .\n")
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "holdfast"\n')
     link_to_repository(tmp_path, repository, "c0ffee")
-    assert (tmp_path / "README.md").read_text() == line
+    assert (tmp_path / "README.md").read_text() == f"{line}\npip install holdfast\n"
     project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
     assert project.get("urls", {}).get("Repository", "") == repository
 
