@@ -12,7 +12,7 @@ import pytest
 from holdfast.version import __version__
 from tools.dist import link_to_repository
 from tools.release import NAMES_VERSION, reasons, released_on
-from tools.stability import LABELS, labels, public_names
+from tools.stability import LABELS, Call, broken, labels, public_names, recorded, stable_calls
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -83,3 +83,36 @@ def test_the_page_of_a_package_has_no_link_that_leads_nowhere(tmp_path: Path, re
 def test_every_public_python_name_has_a_label() -> None:
     assert labels().keys() == public_names()
     assert set(labels().values()) <= LABELS
+
+
+def test_stable_names_are_called_as_before() -> None:
+    now = stable_calls()
+    assert list(broken(recorded(), now)) == []
+    assert set(now) - set(recorded()) == set(), "python -m tools.stability records what is new"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (["a"], ["a", "b=1"], []),
+        (["a"], ["a=1", "*", "b=1"], []),
+        (["a", "*", "b=1"], ["a", "b=1", "c=2"], []),
+        (["*args", "a=1"], ["*args", "a=1", "**rest"], []),
+        (["a"], ["a", "b"], ["f: argument b is new and has no default"]),
+        (["a=1"], ["a=2"], ["f: argument 1 was a=1"]),
+        (["a=1", "b=1"], ["b=1", "a=1"], ["f: argument 1 was a=1", "f: argument 2 was b=1"]),
+        (["a=1"], ["*", "a=1"], ["f: argument 1 was a=1"]),
+        (["*", "a=1"], ["*"], ["f: argument a=1 is gone, or has another default"]),
+        (["a", "**rest"], ["a"], ["f: argument **rest is gone, or has another default"]),
+        (None, [], ["f is an attribute no longer"]),
+        ([], None, ["f is called no longer"]),
+    ],
+)
+def test_a_change_that_breaks_a_program_is_found(before: Call, now: Call, said: list[str]) -> None:
+    assert list(broken({"f": before}, {"f": now})) == said
+
+
+def test_a_stable_name_that_is_gone_is_found() -> None:
+    now = stable_calls()
+    del now["holdfast.worker.beat"]
+    assert list(broken(recorded(), now)) == ["holdfast.worker.beat is gone"]
