@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.version import __version__
-from tools.dist import link_to_repository
+from tools.dist import check_compiler, link_to_repository
 from tools.release import NAMES_VERSION, reasons, released_on
 from tools.stability import LABELS, Call, broken, labels, public_names, recorded, stable_calls
 
@@ -59,6 +59,26 @@ def test_a_date_that_stands_in_one_file_only_refuses_the_release(checkout: Path)
     with citation.open("a") as file:
         file.write("date-released: 2027-01-02\n")
     assert len(list(reasons(checkout))) == 1  # not committed
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ("aarch64", "apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross, or leave aarch64 out"),
+        ("riscv64", "no wheels are built for riscv64; there are x86_64, aarch64"),
+    ],
+)
+def test_a_compiler_without_a_c_library_is_named_before_anything_is_built(
+    machine: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is an optional part of the wheel: without this the build of a wheel without it succeeds."""
+    half = tmp_path / "aarch64-linux-gnu-gcc"
+    half.write_text("#!/bin/sh\ncat > /dev/null; echo 'pthread.h: No such file or directory' >&2; exit 1\n")
+    half.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    with pytest.raises(SystemExit, match=said):
+        check_compiler(machine)
 
 
 @pytest.mark.parametrize(
