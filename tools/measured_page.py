@@ -26,6 +26,7 @@ unless the row says otherwise; in tables with three launchers each repetition ha
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Start": (
+        "install",
         "help",
         "start",
         "warm-reduce",

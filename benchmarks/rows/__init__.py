@@ -12,6 +12,7 @@ from benchmarks.rows import (
     hangs,
     help_text,
     idle,
+    install,
     object_store,
     orphans,
     progress,
@@ -35,6 +36,7 @@ from benchmarks.rows import (
 )
 
 ALL: tuple[Row, ...] = (
+    install.ROW,
     help_text.ROW,
     start.ROW,
     restart.ROW,
