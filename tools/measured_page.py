@@ -28,6 +28,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Start": (
         "help",
         "start",
+        "preflight",
         "warm-reduce",
         "warm-ddp",
         "warm-memory",

@@ -14,6 +14,7 @@ from benchmarks.rows import (
     idle,
     object_store,
     orphans,
+    preflight,
     progress,
     raised,
     recovery,
@@ -37,6 +38,7 @@ from benchmarks.rows import (
 ALL: tuple[Row, ...] = (
     help_text.ROW,
     start.ROW,
+    preflight.ROW,
     restart.ROW,
     *warm.ROWS,
     *compiled.ROWS,
