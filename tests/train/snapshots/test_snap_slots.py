@@ -112,6 +112,17 @@ def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, own: Slots, wher
     assert slots.committed_slots(tmp_path, 0) == []
 
 
+def test_a_slot_of_another_version_is_none(tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`holdfast snaps ls` reads the slots of all jobs of a host."""
+    written = SaveRequest.to_json
+    monkeypatch.setattr(SaveRequest, "to_json", lambda request: {**written(request), "new": 1})
+    with pytest.raises(ValueError, match="'new'"):
+        put(own, 1, 1)  # it reads what it has written
+    assert slots.committed_slots(tmp_path, 0) == []
+    monkeypatch.setattr(slots, "_slot_of", lambda *all_of_it: all_of_it)
+    assert slots.read_file(memory_folder.slot_path(tmp_path, 0, 0)) is not None, "it is whole"
+
+
 def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
     own.close()

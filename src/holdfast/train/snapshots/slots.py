@@ -494,10 +494,13 @@ def read(memory: memoryview, path: Path | None) -> Slot | None:
     if zlib.crc32(encoded, sequence & 0xFFFFFFFF) != crc:
         return None
     note = json.loads(encoded)
-    data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
-    if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
+    try:
+        data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
+        if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
+            return None
+        return _slot_of(note, data, sequence, path)
+    except (KeyError, ValueError):  # of another version of holdfast: any job of this host may be listed
         return None
-    return _slot_of(note, data, sequence, path)
 
 
 def _slot_of(note: Mapping[str, Any], data: memoryview, sequence: int, path: Path | None) -> Slot:
