@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -242,7 +243,7 @@ def case_hsdp(folder: Path) -> Any:
 def poisoned(folder: Path, action: Any) -> Any:
     """What is said when a shard of rank 1 becomes nan; or the step from which another life goes on."""
     model, optimizer = snapshot_ranks.build("fsdp")
-    options = ht.SnapshotOptions(nonfinite=action)
+    options = ht.SnapshotOptions(nonfinite=action.split()[0])
     snaps = ht.Snapshots(folder, every="2 steps", memory_every=1, options=options)
     snaps.track(model=model, optimizer=optimizer)
     said = ""
@@ -253,7 +254,10 @@ def poisoned(folder: Path, action: Any) -> Any:
             return resumed.step
         try:
             with snaps:
-                for number in range(4):
+                for number in range(4 if action == "stop at the end" else 5):
+                    while number == 4 and snaps._saving is not None and snaps._saving.busy:
+                        snaps._saving.gather_errors()  # step 4 is being written
+                        time.sleep(0.01)
                     snapshot_ranks.train(model, optimizer, number)
                     if number == 3 and dist.get_rank() == 1:
                         with torch.no_grad():
