@@ -446,6 +446,7 @@ class Saving:
                 self._landing.persist = request
         if answer.get("whole"):
             self._whole = self._request(self._taken.rescue, {}).identity
+            self._remove_added_slot()
         if self._copies is not None:
             self._copies.follow(answer.get("copies", {}), self._peers.rank, self._tracker.state.step)
         return SaveResult(decision is SaveDecision.PERSIST, failure, answer.get("ask_at", 0))
@@ -654,6 +655,13 @@ class Saving:
         about = (str(self._taken.path), step, self._taken.rescue)
         self.tier.commit(SaveRequest(*about, self._peers.rank, self._peers.world, note, {"metrics": {}}))
         return True
+
+    def _remove_added_slot(self) -> None:
+        """Remove the slot that `leave_alone` has added: all ranks have a newer state in memory now, and have copied the
+        pages of old slots in which they went on (`plan`)."""
+        settled = self._landing is None and self._reservation is None
+        if settled and isinstance(self.tier, SaverClient) and self.tier.slots.remove_added():
+            self._views.clear()  # they keep the mapping
 
     def _begin(self, step: int) -> int:
         """Begin an attempt, on rank 0. Returns its number. Raises SnapshotError."""

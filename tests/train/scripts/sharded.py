@@ -3,7 +3,7 @@
 CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, pipeline, ddp, grid: replicas of tensor parallel models), `steps` of
 an epoch, `memory` (steps from one state in memory to the next), `disk` (steps between saves to the disk), `drawn` (dropout),
 `pause_s` (of each step), `late` ([local rank, step]: in this step the rank does its last
-all-reduce after another rank was lost), `plain` (ranks exchange nothing but gradients) and `by rank` (rank 0 writes each step into FOLDER/now, and each rank its end into FOLDER/end.RANK).
+all-reduce after another rank was lost), `slots` (each rank says which memory slots it had after each step), `plain` (ranks exchange nothing but gradients) and `by rank` (rank 0 writes each step into FOLDER/now, and each rank its end into FOLDER/end.RANK).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -281,7 +282,7 @@ def main() -> None:
     every, copies = f"{disk} steps" if disk else None, CASE.get("copies", 0)
     snaps = ht.Snapshots(FOLDER / "runs", every, memory_every=CASE.get("memory", 3), copies=copies)
     with ht.process_group() as pg, snaps:
-        index, calls = ["made", "once"], list[Any]()
+        index, calls, slots = ["made", "once"], list[Any](), list[list[str]]()
         stopping = None if CASE.get("nothing of its own") else Stopping()
         older = list[weakref.ref[nn.Module]]()
         torch.manual_seed(1)
@@ -329,6 +330,7 @@ def main() -> None:
                     if stopping is not None:
                         stopping.losses.append(loss)
                     snaps.step(loss=loss)
+                    slots.append(sorted(each.name for each in Path(snaps.memory_place).glob(f"{LOCAL_RANK}.[0-9]")))
                     if CASE.get("by rank"):
                         note_step(state.step, pg.rank)
                     reach("between steps", state.step)
@@ -344,6 +346,7 @@ def main() -> None:
             **found,
             losses=[] if stopping is None else stopping.losses,
             calls=calls,
+            **({"slots": slots} if CASE.get("slots") else {}),
         )
 
 
