@@ -6,7 +6,6 @@ The machine owns it, passes events to it and carries out the plans and commands 
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -14,7 +13,7 @@ from math import inf
 from msgspec import Struct
 
 from holdfast.coordinator.coordinator_commands import Command, Tell
-from holdfast.coordinator.ending import Budget, GiveUp
+from holdfast.coordinator.ending import Budget, GiveUp, killed_in_training
 from holdfast.coordinator.incident import Incident, Incidents, how
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.replacements import Replacements
@@ -101,8 +100,6 @@ class Regrouping:
     """Members that have joined a running generation."""
     _used: bool = False
     """All workers ran in `ht.survive`, in this generation or an earlier one."""
-    _lost_step: int = 0
-    """The newest step, by the script's own count, in which a worker was lost."""
 
     def reset(self) -> None:
         """All workers are stopped: the next generation is gathered."""
@@ -187,12 +184,7 @@ class Regrouping:
         incident = self.incidents.newest
         if incident.charged or world.free or incident.lost_nodes or not incident.failures:
             return ""
-        # A worker that is killed from outside again and again does no harm as long as the job makes steps in between.
-        # Progress is reported once a second, so what the failure itself says may be newer.
-        before, self._lost_step = self._lost_step, max(self._lost_step, *(each.step for each in incident.failures))
-        stepped = world.stepped or self._lost_step > before
-        harmless = stepped and all(each.exit_code == -signal.SIGKILL for each in incident.failures)
-        lived_s = inf if harmless else world.lived_s(now)
+        lived_s = inf if killed_in_training(world, incident.failures) else world.lived_s(now)
         pause = self.budget.charge(incident.failures[0].signature, lived_s)
         if isinstance(pause, GiveUp):
             return pause.reason

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.errors import EXIT_FAILURE, EXIT_HUNG, EXIT_SIGNAL_BASE, HoldfastError
+from holdfast.protocol.errors import HoldfastError
+from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_HUNG, EXIT_SIGNAL_BASE
 from holdfast.protocol.policy import ITEMS_MAX, Count, ExitCode, LocalRank, Rank, Seconds, Words
 from holdfast.protocol.rank_progress import Collective, Finding, RankStory
 from holdfast.text import visible
@@ -66,6 +67,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """The place at which it hung: the text of its stack, the most recent call last; empty: it did not hang."""
     step: int = 0
     """The steps that it has made: of the whole job if its script reports them, else since its start; 0: unknown."""
+    stepped: bool = False
+    """Whether it made a step in the generation in which it failed."""
 
     @property
     def stop_may_cause(self) -> bool:
