@@ -16,14 +16,14 @@ from holdfast.train.snapshots.layout import PIECES, Image, TensorEntry
 from holdfast.train.snapshots.not_finite import FORMATS, NotFiniteSearch, Part, add_part, has_not_finite
 
 compiled = pytest.mark.skipif(
-    not_finite._stream is None, reason="the compiled part was not built: is there a compiler?"
+    not_finite._reaches is None, reason="the compiled part was not built: is there a compiler?"
 )
 
 
 @pytest.fixture(params=[pytest.param("compiled", marks=compiled), "python"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "python":
-        monkeypatch.setattr(not_finite, "_stream", None)
+        monkeypatch.setattr(not_finite, "_reaches", None)
 
 
 def data_of(tensor: torch.Tensor) -> memoryview:

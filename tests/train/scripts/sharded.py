@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ class Now:
     """The state of the loop."""
 
     step = 0
+    slots: ClassVar[list[list[str]]] = []
+    """The memory slots of this rank after each step."""
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -252,10 +254,12 @@ def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
     train()
 
 
-def note_step(step: int, rank: int) -> None:
-    if rank == 0:
-        (FOLDER / "now").write_text(str(step))
-    time.sleep(CASE.get("pause_s", 0.0))
+def note_step(snaps: ht.Snapshots, step: int, rank: int) -> None:
+    Now.slots.append(sorted(each.name for each in Path(snaps.memory_place).glob(f"{LOCAL_RANK}.[0-9]")))
+    if CASE.get("by rank"):
+        if rank == 0:
+            (FOLDER / "now").write_text(str(step))
+        time.sleep(CASE.get("pause_s", 0.0))
 
 
 def hold_back_replacements() -> None:
@@ -273,6 +277,7 @@ def what_is_there(step: int, model: nn.Module, adam: Any, schedule: Any) -> dict
         "random": digest([torch.get_rng_state()]),
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if CASE.get("compiled") else 0,
         "rates": schedule.get_last_lr(),
+        **({"slots": Now.slots} if CASE.get("slots") else {}),
     }
 
 
@@ -282,7 +287,7 @@ def main() -> None:
     every, copies = f"{disk} steps" if disk else None, CASE.get("copies", 0)
     snaps = ht.Snapshots(FOLDER / "runs", every, memory_every=CASE.get("memory", 3), copies=copies)
     with ht.process_group() as pg, snaps:
-        index, calls, slots = ["made", "once"], list[Any](), list[list[str]]()
+        index, calls = ["made", "once"], list[Any]()
         stopping = None if CASE.get("nothing of its own") else Stopping()
         older = list[weakref.ref[nn.Module]]()
         torch.manual_seed(1)
@@ -330,9 +335,7 @@ def main() -> None:
                     if stopping is not None:
                         stopping.losses.append(loss)
                     snaps.step(loss=loss)
-                    slots.append(sorted(each.name for each in Path(snaps.memory_place).glob(f"{LOCAL_RANK}.[0-9]")))
-                    if CASE.get("by rank"):
-                        note_step(state.step, pg.rank)
+                    note_step(snaps, state.step, pg.rank)
                     reach("between steps", state.step)
                 reach("end of an epoch", state.step)
             return what_is_there(state.step, model, adam, schedule)
@@ -346,7 +349,6 @@ def main() -> None:
             **found,
             losses=[] if stopping is None else stopping.losses,
             calls=calls,
-            **({"slots": slots} if CASE.get("slots") else {}),
         )
 
 

@@ -305,7 +305,6 @@ def set_up() -> None:
 
 def main() -> None:
     set_up()
-    in_joins()
     snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5, copies=case.copies)
     with ht.process_group() as pg, snaps:
         torch.manual_seed(1)
@@ -376,4 +375,5 @@ def main() -> None:
         note_end(end)
 
 
+in_joins()
 main()

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 from holdfast.train.snapshots.layout import PIECES, Image
 
-_stream: Any = None
-"""The compiled part; None: it was not built. `from holdfast.train import …` would be an import of the whole package."""
-with suppress(ImportError):
-    _stream = import_module("holdfast.train._stream")
+_reaches: Callable[[memoryview, int, int, int], bool] | None = None
+"""The compiled part; None: it was not built, or by an older version. `from holdfast.train import …` would be an import
+of the whole package."""
+with suppress(ImportError, AttributeError):
+    _reaches = import_module("holdfast.train._stream").reaches
 
 PIECE_BYTES = 1 << 16
 """The bytes that Python examines at once."""
@@ -56,7 +56,7 @@ FORMATS = {
     "float8_e5m2fnuz": NumberFormat(1, 0, nan=b"\x80"), "float8_e4m3fnuz": NumberFormat(1, 0, nan=b"\x80"),
     "float8_e8m0fnu": NumberFormat(1, 0, nan=b"\xff"),
 }  # fmt: skip
-"""By torch's names of the types. All numbers of other types are finite."""
+"""The formats, by torch's names of the types. All numbers of other types are finite."""
 
 Part = Sequence[int | str]
 """First byte in the file, end, and name of the format; a part may have many tensors."""
@@ -74,8 +74,8 @@ def has_not_finite(data: memoryview, form: NumberFormat) -> bool:
     """Whether one of the numbers in these bytes is not finite. `data` begins with a number, and ends with one."""
     if form.nan:
         return any(form.nan in bytes(data[at : at + PIECE_BYTES]) for at in range(0, len(data), PIECE_BYTES))
-    if _stream is not None:
-        return bool(_stream.reaches(data, *_repeated(form, WORD_BYTES)))
+    if _reaches is not None:
+        return _reaches(data, *_repeated(form, WORD_BYTES))
     exponents, lowest, signs = _repeated(form, PIECE_BYTES)
     return any(
         ((int.from_bytes(data[at : at + PIECE_BYTES], "little") & exponents) + lowest) & signs
