@@ -274,10 +274,12 @@ class Snapshots:
             raise TrackingError("track() takes names, which go into the snapshot: track(model=…, optimizer=…)")
         if self._saving is not None:
             raise TrackingError("track() comes before resume(), which restores it, and before the first step()")
-        before = len(self._tracker.optimizers)
+        before, models_before = len(self._tracker.optimizers), len(self._tracker.models)
         self._tracker.add(objects)
         for model in self._tracker.models:
             watch(model)  # a second call for the same model does nothing
+        for model in self._tracker.models[models_before:]:
+            self._pending.watch_model(model)
         for optimizer in self._tracker.optimizers[before:]:
             self._pending.watch(optimizer)
         if self._passes is None:
