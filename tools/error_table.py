@@ -6,12 +6,13 @@ from pathlib import Path
 
 from holdfast.diagnosis.reference import all_errors, finding_texts, verdict_texts
 from holdfast.protocol import errors
+from holdfast.protocol.exit_codes import EXIT_CODES
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 
 HEAD = """# Errors and exit codes
 
-This page is made by `make fmt` from `src/holdfast/protocol/errors.py` and `diagnosis/codes.toml`. Codes are never reused.
+This page is made by `make fmt` from `errors.py` and `exit_codes.py` in `src/holdfast/protocol`, and `diagnosis/codes.toml`. Codes are never reused.
 
 An error of the command line, the configuration or the machine is one or two lines on stderr that start with its code, and nothing was
 started. `holdfast run` never answers bad input with a traceback of its own.
@@ -23,12 +24,7 @@ started. `holdfast run` never answers bad input with a traceback of its own.
 | 0 | every worker ended with 0 |
 | the worker's own | the first failing worker's exit code, where a worker failed |
 | 128+N | the first failing worker, or this command, was ended by signal N |
-| {failure} | the job failed and no worker was to blame: a node was lost, too few nodes came |
-| {usage} | the caller's fault: bad usage, bad configuration, a missing script |
-| {internal} | a fault of holdfast itself |
-| {requeue} | preempted: please put the job back into the queue |
-| {hung} | the job hung: it was ended by `--hang-timeout`, or by a time-out of its own while holdfast had reported a hang |
-| {no_progress} | restarts did not come past the step that the job had reached before: please do not put it back into the queue |
+{exit_codes}
 
 ## Error codes
 
@@ -68,14 +64,7 @@ def exit_text(error: type[errors.HoldfastError]) -> str:
 
 def render() -> str:
     """The whole page."""
-    head = HEAD.format(
-        failure=errors.EXIT_FAILURE,
-        usage=errors.EXIT_USAGE,
-        internal=errors.EXIT_INTERNAL,
-        requeue=errors.EXIT_REQUEUE,
-        hung=errors.EXIT_HUNG,
-        no_progress=errors.EXIT_NO_PROGRESS,
-    )
+    head = HEAD.format(exit_codes="\n".join(f"| {each.number} | {each.meaning} |" for each in EXIT_CODES))
     rows = [
         f"| {error.code} | {WHOSE[error.fault]} | {exit_text(error)} | `{error.__name__}` | "
         f"{' '.join((error.__doc__ or '').split())} |"

@@ -29,6 +29,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "install",
         "help",
         "start",
+        "preflight",
         "warm-reduce",
         "warm-ddp",
         "warm-memory",

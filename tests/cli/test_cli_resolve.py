@@ -14,8 +14,9 @@ import pytest
 from holdfast.cli import main, run
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
-from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
+from holdfast.cli.option_table import FLAG, FLOAT, INT, LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.cli.resolve import Resolution, resolve
+from holdfast.protocol.errors import EnvironmentValueError, UsageError
 from holdfast.protocol.options import CommandKind, Endpoint, RunOptions, Std
 from holdfast.protocol.train_contract import Survive
 from holdfast.run_folder import default_log_dir
@@ -282,6 +283,48 @@ def test_an_endpoint_that_other_machines_cannot_reach(
 @pytest.mark.parametrize(("line", "environ"), TABLES["typed"])
 def test_nobody_has_to_type_it(line: str, environ: dict[str, str]) -> None:
     assert others(line, **environ) == ""
+
+
+# --- what the table of options says of a value ------------------------------------------------------------------------
+
+PASSED_ON = [option for option in OPTIONS if option.goes_to]
+RANGED = [option for option in OPTIONS if option.range]
+OTHER_VALUES = {"signals_to_handle": "SIGTERM", "event_log_handler": "console"}
+
+
+@pytest.mark.parametrize("option", PASSED_ON, ids=lambda option: option.name)
+def test_a_value_that_is_passed_on_is_in_its_field(option: Option) -> None:
+    other = (option.choices or (OTHER_VALUES.get(option.dest, "7"),))[-1]
+    line = option.name if option.kind == FLAG else f"{option.name}={other}"
+    for words, value in (
+        ("", option.default),
+        (line, parse([line, "train.py"], {}, OPTIONS).values.__dict__[option.dest]),
+    ):
+        found: object = options(f"{words} train.py")
+        for name in option.goes_to.split("."):
+            found = getattr(found, name)
+        assert (found, type(found)) == (value, type(value))
+        assert words == "" or found != option.default
+
+
+@pytest.mark.parametrize("option", RANGED, ids=lambda option: option.name)
+def test_a_number_out_of_its_range_is_refused(option: Option) -> None:
+    lowest = option.least if option.above is None else option.above
+    assert lowest is not None
+    bad = [lowest - 1] if option.above is None else [lowest - 1, lowest]
+    if option.kind == FLOAT:
+        bad += [float("nan"), float("inf")]
+    for number in bad:
+        text = f"{number:g}"
+        with pytest.raises(UsageError, match=f"{option.name} .*: must be {option.range}"):
+            options(f"{option.name}={text} train.py")
+        with pytest.raises(EnvironmentValueError, match=f"{option.variable}=.*: must be {option.range}"):
+            options("train.py", **{option.variable: text})
+    options(f"{option.name}={lowest + 1:g} train.py")
+
+
+def test_only_numbers_have_a_range() -> None:
+    assert {option.kind for option in RANGED} <= {INT, FLOAT}
 
 
 # --- bad input: one message with a code, exit 2, no traceback, nothing started ----------------------------------------

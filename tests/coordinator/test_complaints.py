@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.coordinator.complaints import AGREED_S, REASON_S, Complaint, awaited_s, complaint_of
+from holdfast.protocol.exit_codes import REQUESTS
 from holdfast.protocol.outcome import Failure
 from tests.corpus.telling import BECAUSE, GLOO_CLOSED, fails
 
@@ -52,7 +53,7 @@ def test_the_root_of_a_chain_counts() -> None:
     assert complaint_of(structs.replace(wrapped, traceback=chain)) is Complaint.CLOSED
 
 
-@pytest.mark.parametrize("code", [-9, -11, 75, 93, 139])
+@pytest.mark.parametrize("code", [-9, -11, *REQUESTS, 139])
 def test_a_status_that_is_a_cause(code: int) -> None:
     assert complaint_of(fails(0, code=code)) is Complaint.NONE
 

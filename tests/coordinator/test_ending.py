@@ -8,6 +8,7 @@ from msgspec import structs
 from holdfast.coordinator.ending import UNBOUNDED, Again, Budget, GiveUp, Retry, after_stop, around, previous_end
 from holdfast.coordinator.incident import Incident, Incidents
 from holdfast.coordinator.world import LEFT_MAX, World
+from holdfast.protocol.exit_codes import REQUESTS, ExitCode, Scheduler
 from holdfast.protocol.extension import DeviceFault
 from holdfast.protocol.messages import StopReason
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict
@@ -41,17 +42,19 @@ def decided(end: tuple[World, Incident], max_restarts: int = 3, *, before: int =
     return after_stop(*end, budget, simple_judge), budget
 
 
-def test_a_worker_that_asks_to_be_requeued_ends_the_job() -> None:
-    outcome, budget = decided(ended(failure(1), failure(75), lost=("c",)))
+@pytest.mark.parametrize("asked", REQUESTS.values(), ids=str)
+def test_a_worker_that_asks_for_it_by_its_exit_code_ends_the_job_whatever_restarts_are_left(asked: ExitCode) -> None:
+    outcome, budget = decided(ended(failure(1), failure(asked.number), lost=("c",)))
     assert isinstance(outcome, Outcome)
-    assert (outcome.kind, outcome.exit_code) == (OutcomeKind.PREEMPTED, 75)
+    kind = OutcomeKind.PREEMPTED if asked.scheduler is Scheduler.AGAIN else OutcomeKind.FAILED
+    assert (outcome.kind, outcome.exit_code) == (kind, asked.number)
     assert budget.used == 0
 
 
-def test_a_job_without_progress_ends_whatever_restarts_are_left() -> None:
-    outcome, _ = decided(ended(failure(93)))
+def test_to_be_started_again_comes_before_the_other_requests() -> None:
+    outcome, _ = decided(ended(failure(93), failure(75)))
     assert isinstance(outcome, Outcome)
-    assert (outcome.kind, outcome.exit_code) == (OutcomeKind.FAILED, 93)
+    assert (outcome.kind, outcome.exit_code) == (OutcomeKind.PREEMPTED, 75)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +75,9 @@ def test_workers_are_told_how_the_ones_before_them_ended(culprit: Failure | None
     assert previous_end(verdict, charged=True, hung=True) == ("lost" if culprit is None else f"hung {culprit.step}")
 
 
-def test_75_of_a_worker_that_was_stopped_is_no_request() -> None:
-    decision, _ = decided(ended(failure(1), failure(75, after_stop=True)))
+@pytest.mark.parametrize("number", REQUESTS)
+def test_the_exit_code_of_a_worker_that_was_stopped_is_no_request(number: int) -> None:
+    decision, _ = decided(ended(failure(1), failure(number, after_stop=True)))
     assert isinstance(decision, Again)
 
 

@@ -10,6 +10,7 @@ from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.coordinator.stop_delay import EVIDENCE_S, PLACES_S
 from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
+from holdfast.protocol.exit_codes import EXIT_REQUEUE, REQUESTS
 from holdfast.protocol.outcome import Evidence, Failure
 from tests.coordinator.coordinator_harness import CoordinatorHarness, training
 from tests.support.simulator.nodes import simple_judge
@@ -124,7 +125,7 @@ def reports(harness: CoordinatorHarness, failure: Failure, *, evidence_follows: 
     harness.say(failure.rank + 1, msg.WorkersFailed(harness.machine.generation, (failure,), evidence_follows))
 
 
-@pytest.mark.parametrize("exit_code", [-9, -11, 75])
+@pytest.mark.parametrize("exit_code", [-9, -11, *REQUESTS])
 def test_an_exit_status_that_needs_no_words_stops_the_others_at_once(exit_code: int) -> None:
     harness, judged = judged_training()
     failure = bare(1, exit_code)
@@ -134,7 +135,7 @@ def test_an_exit_status_that_needs_no_words_stops_the_others_at_once(exit_code: 
     reports(harness, read)
     assert len(harness.noted("workers_failed")) == 1
     harness.both_say(msg.Stopped(1))
-    if exit_code != 75:
+    if exit_code != EXIT_REQUEUE:
         assert judged[0].failures == (read,), "the verdict is made of all that is known"
 
 

@@ -8,7 +8,7 @@ from msgspec import structs
 from holdfast.diagnosis.causes import judge
 from holdfast.diagnosis.causes.find import rules
 from holdfast.diagnosis.screen import render
-from holdfast.protocol.errors import EXIT_HUNG
+from holdfast.protocol.exit_codes import EXIT_HUNG
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
 from holdfast.protocol.rank_progress import Finding, Frame, HangKind, RankSample, RankStory
 from tests.corpus.telling import GLOO_CLOSED, SITE, cut, fails, named, watchdog

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.protocol.errors import EXIT_REQUEUE
+from holdfast.protocol.exit_codes import EXIT_REQUEUE
 from tests.support.limits import limit_s
 
 ROOT = Path(__file__).parent.parent.parent

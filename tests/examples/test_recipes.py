@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.protocol.errors import EXIT_REQUEUE
+from holdfast.protocol.exit_codes import EXIT_REQUEUE
 from tests.support.limits import limit_s
 from tests.warm import ON_CPU
 from tests.warm_jobs import WarmJobs

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.cli import main
 from holdfast.launchers.kubernetes_yaml import Commented, documents
+from holdfast.protocol.exit_codes import Scheduler, codes_for
 from tests.kubernetes.manifests import (
     IMAGE,
     IN_PLACE,
@@ -32,6 +33,8 @@ from tests.support.tables import tables
 TABLES = tables(__file__)
 
 LINES = TABLES["lines"]
+
+AGAIN, NEVER = ([each.number for each in codes_for(what)] for what in (Scheduler.AGAIN, Scheduler.NEVER))
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -128,7 +131,10 @@ def test_restarts_in_place_are_counted_by_the_jobset() -> None:
     assert {each["name"] for each in restarter["env"]} == {"JOBSET_NAME", "POD_NAME"}
     assert restarter["startupProbe"]["httpGet"] == {"path": "/barrier-is-down", "port": 8081}
     (rule,) = agent["restartPolicyRules"]
-    assert rule == {"action": "RestartAllContainers", "exitCodes": {"operator": "NotIn", "values": [0, 2, 75, 93]}}
+    assert rule == {
+        "action": "RestartAllContainers",
+        "exitCodes": {"operator": "NotIn", "values": [0, *sorted(AGAIN + NEVER)]},
+    }
     assert (agent["restartPolicy"], pod["restartPolicy"]) == ("Never", "Never")
     assert pod["serviceAccountName"] == account["metadata"]["name"] == binding["subjects"][0]["name"]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
@@ -152,8 +158,8 @@ def test_which_ends_of_a_pod_count() -> None:
     disrupted, requeued, wrong = spec["podFailurePolicy"]["rules"]
     assert disrupted["action"] == requeued["action"] == "Ignore"
     assert disrupted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert requeued["onExitCodes"] == {"containerName": "agent", "operator": "In", "values": [75]}
-    assert (wrong["action"], wrong["onExitCodes"]["values"]) == ("FailJob", [2, 93])
+    assert requeued["onExitCodes"] == {"containerName": "agent", "operator": "In", "values": AGAIN}
+    assert (wrong["action"], wrong["onExitCodes"]["values"]) == ("FailJob", NEVER)
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (3, 0)
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     elastic = job_of(printed(*LINES["elastic"]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.protocol.errors import EXIT_HUNG
+from holdfast.protocol.exit_codes import EXIT_HUNG
 from tests.processes.conftest import c10d
 from tests.support.limits import limit_s, until
 

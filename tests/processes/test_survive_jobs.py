@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.protocol.errors import EXIT_REQUEUE
+from holdfast.protocol.exit_codes import EXIT_REQUEUE
 from tests.processes.conftest import (
     Agent,
     JobFolder,

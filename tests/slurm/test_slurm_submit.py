@@ -14,6 +14,7 @@ from holdfast.cli import main, submit
 from holdfast.cli.submit import Batch, Directive, batch_script
 from holdfast.launchers.slurm import JobState, ScontrolOutput, read_job
 from holdfast.protocol.errors import CallerError, ScriptError, UsageError
+from holdfast.protocol.exit_codes import EXIT_CODES, Scheduler
 from tests.support.limits import limit_s
 from tests.support.tables import tables
 
@@ -75,7 +76,10 @@ def program(path: Path, body: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize(("code", "preempted", "requeued"), TABLES["requeues"])
+@pytest.mark.parametrize(
+    ("code", "preempted", "requeued"),
+    [*TABLES["requeues"], *((each.number, False, each.scheduler is Scheduler.AGAIN) for each in EXIT_CODES)],
+)
 def test_when_the_batch_script_requeues(folder: Path, code: int, preempted: bool, requeued: bool) -> None:
     """With a scontrol that only notes what it was asked."""
     time = "2030-01-01T00:00:00" if preempted else "None"
@@ -154,7 +158,13 @@ def test_what_sbatch_refuses_is_said(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("code", "cancelled"), [(0, True), (1, True), (2, True), (75, False), (93, True), (143, False)]
+    ("code", "cancelled"),
+    [
+        (0, True),
+        (1, True),
+        *((each.number, each.scheduler is not Scheduler.AGAIN) for each in EXIT_CODES),
+        (143, False),
+    ],
 )
 def test_which_end_of_a_job_ends_its_chain(folder: Path, code: int, cancelled: bool) -> None:
     """With a squeue that knows a job of this chain, one of another chain, and one with no comment."""

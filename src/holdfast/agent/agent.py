@@ -65,7 +65,7 @@ from holdfast.agent.events import (
 from holdfast.agent.lease import Lease
 from holdfast.agent.local_generation import LocalGeneration, Work
 from holdfast.agent.seeking import Seeking
-from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
+from holdfast.protocol.exit_codes import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.protocol.messages import (
     Abandon,
     Able,

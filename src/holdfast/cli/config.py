@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 FILE_BYTES_MAX = 1 << 20
 OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 TOOL, OURS = "tool", "holdfast"
-LINE_ONLY = frozenset({"config", "no_config", "plan", "json", "help", "version", "use_env"})
-"""Options that belong on the command line only."""
-NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health", "dashboard"})
-"""Text options whose value is often a number, which TOML writes without quotes."""
 PATHS = ("DIR", "FILE")
 """Metavars of paths, which are relative to the file's folder."""
 LISTED = ",..."
@@ -41,18 +37,14 @@ TYPE_NAMES = {
     list: "a list",
     dict: "a table",
 }
-DECIDE_WHAT_RUNS = frozenset(
-    {"notify", "health_command", "host_discovery", "ssh", "python", "preload", "module", "no_python", "run_path"}
-    | {"hosts", "hostfile", "cwd", "env"}
-)
-"""Options that decide which programs run, and where, or what is sent there. A file that was found, not named, and that
-another user can change, may not have them."""
 HARMLESS = ("", "auto", "none", False)
-"""Values with which those options run nothing of the file's choice."""
+"""Values with which options that decide what runs run nothing of the file's choice."""
 PASSWORD_KEYS = ("password",)
 IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
-OPTIONS_BY_KEY = {option.name[2:]: option for option in LAUNCH_OPTIONS if option.dest not in LINE_ONLY}
+LINE_ONLY = frozenset(option.dest for option in LAUNCH_OPTIONS if option.line_only)
+OPTIONS_BY_KEY = {option.name[2:]: option for option in LAUNCH_OPTIONS if not option.line_only}
+DECIDE_WHAT_RUNS = frozenset(option.dest for option in LAUNCH_OPTIONS if option.decides_what_runs)
 
 
 class ReadFile(NamedTuple):
@@ -189,16 +181,14 @@ def text_of(option: Option, raw: object, folder: str) -> str:
     is_list = option.kind == LIST or option.metavar.endswith(LISTED)
     if isinstance(raw, str):
         return os.path.join(folder, os.path.expanduser(raw)) if option.metavar in PATHS and raw else raw
-    if type(raw) is int and (option.dest in NUMBERS_TOO or is_list):
+    if type(raw) is int and (option.number_too or is_list):
         return str(raw)
     if isinstance(raw, list) and is_list and all(isinstance(item, str) or type(item) is int for item in raw):
         comma = ",," if option.kind == LIST else ","
         return ",".join(str(item).replace(",", comma) for item in raw)
     if isinstance(raw, dict) and option.dest == "rdzv_conf":
         return ",".join(f"{key}={conf_value(key, value)}" for key, value in raw.items())
-    wanted = (
-        "a text or a number" if option.dest in NUMBERS_TOO else "a text or a list of texts" if is_list else "a text"
-    )
+    wanted = "a text or a number" if option.number_too else "a text or a list of texts" if is_list else "a text"
     raise ValueError(f"must be {wanted}, and is {described(raw)}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from holdfast.cli import config, grammar
-from holdfast.cli.config import LISTED, NUMBERS_TOO, OPTIONS_BY_KEY
+from holdfast.cli.config import LISTED, OPTIONS_BY_KEY
 from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, OPTIONS, Option, wrapped
 from holdfast.cli.plan import OptionValue, option_lines, option_values
 from holdfast.cli.printing import print_json
@@ -110,7 +110,7 @@ def values(option: Option) -> dict[str, Any]:
     text = {"enum": list(option.choices)} if option.choices else {"type": "string"}
     is_list = option.kind == LIST or option.metavar.endswith(LISTED)
     forms: list[dict[str, Any]] = [text]
-    if option.dest in NUMBERS_TOO or is_list:
+    if option.number_too or is_list:
         forms.append({"type": "integer"})
     if is_list:
         forms.append({"type": "array", "items": {"type": ["string", "integer"]}})

@@ -13,7 +13,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, Option, flag_of
+from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, OPTIONS, Option, flag_of
 from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
 
 if TYPE_CHECKING:
@@ -158,6 +158,11 @@ class Parsed(NamedTuple):
             return convert(getattr(self.values, dest))
         except ValueError as error:
             raise self.error(dest, kind, str(error)) from None
+
+    def fields(self, of: str = "") -> dict[str, Any]:
+        """The values that a struct gets as they are: RunOptions, or (`job`, `limits`) a part of it."""
+        named = {option.goes_to: getattr(self.values, option.dest) for option in OPTIONS if option.goes_to}
+        return {name.rpartition(".")[2]: value for name, value in named.items() if name.rpartition(".")[0] == of}
 
 
 def parse(

@@ -1,7 +1,8 @@
 """Every option of `holdfast run` and `holdfast launch` in one table, and `--help` made from it.
 
-The parser, the reading of variables and the plan use the same table. Knows names, types and defaults (torchrun's);
-knows nothing of the meaning of values. Standard library only.
+The parser, the reading of variables and files, the plan, the schema of the file and the pages use the same table. Knows
+names, types, ranges and defaults (torchrun's), and the field that gets a value; knows no other meaning of values.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 """torchrun's own values of --event-log-handler; it also takes plug-ins."""
+SECONDS = ("S", "SECONDS")
+"""Metavars of times."""
 COLUMN, WIDTH = 28, 80
 """Column of the explanations in the help, and its width."""
 FLAG, TEXT, INT, FLOAT, LIST = "flag", "text", "int", "float", "list"
@@ -44,6 +47,20 @@ class Option(NamedTuple):
     """The text between the joined texts."""
     group: str = ""
     """The option's heading in the help."""
+    least: float | None = None
+    """The smallest number that is accepted."""
+    above: float | None = None
+    """The number below which, and at which, none is accepted."""
+    goes_to: str = ""
+    """The field that gets the value as it is: of RunOptions (`role`), or of its job or limits (`limits.drain_s`).
+    Empty: cli/resolve.py makes something else of it."""
+    line_only: bool = False
+    """Whether it belongs on the command line only, not in a file."""
+    number_too: bool = False
+    """Whether a text is often a number, which TOML writes without quotes."""
+    decides_what_runs: bool = False
+    """Whether it decides which programs run, and where, or what is sent there. A file that was found, not named, and
+    that another user can change, may not have it."""
 
     @property
     def dest(self) -> str:
@@ -62,6 +79,21 @@ class Option(NamedTuple):
             return ()
         prefixes = ("HOLDFAST_", "PET_") if self.ours else ("PET_",)
         return tuple(prefix + self.dest.upper() for prefix in prefixes)
+
+    @property
+    def range(self) -> str:
+        """The accepted numbers in words; empty: all."""
+        unit = " of seconds" if self.metavar in SECONDS else ""
+        if self.above is not None:
+            return f"a number{unit} above {self.above:g}"
+        if self.least is None:
+            return ""
+        return f"{self.least:g} or more" if self.kind == INT else f"a number{unit}, {self.least:g} or more"
+
+    def accepts(self, number: float) -> bool:
+        """Whether the number is in the range. One that is not finite is in none."""
+        lowest = -float("inf") if self.least is None else self.least
+        return lowest <= number < float("inf") and (self.above is None or number > self.above)
 
     @property
     def variable(self) -> str:
@@ -94,10 +126,17 @@ RESTARTS, LOGS, PLACEMENT, OWN = "restarts and end", "logs", "placement", "holdf
 OPTIONS: tuple[Option, ...] = (
     *in_group(
         NODES,
-        Option("--nnodes", TEXT, "1:1", "number of nodes, or the range the job may have", "N|MIN:MAX"),
-        Option("--nproc-per-node", TEXT, "1", "workers on this node: a number, auto, gpu, cpu or xpu", "N|DEVICE"),
+        Option("--nnodes", TEXT, "1:1", "number of nodes, or the range the job may have", "N|MIN:MAX", number_too=True),
+        Option(
+            "--nproc-per-node",
+            TEXT,
+            "1",
+            "workers on this node: a number, auto, gpu, cpu or xpu",
+            "N|DEVICE",
+            number_too=True,
+        ),
         Option("--node-rank", INT, 0, "rank of this node (static: required; otherwise preferred)", "RANK"),
-        Option("--role", TEXT, "default", "role of the workers: ROLE_NAME and log prefix", "NAME"),
+        Option("--role", TEXT, "default", "role of the workers: ROLE_NAME and log prefix", "NAME", goes_to="role"),
         own("--slurm", FLAG, False, "in a Slurm batch script: start an agent on each node of the job"),
     ),
     *in_group(
@@ -105,19 +144,34 @@ OPTIONS: tuple[Option, ...] = (
         Option("--standalone", FLAG, False, "a job of this node alone; needs no endpoint and no free port"),
         Option("--rdzv-backend", TEXT, "static", "how the nodes meet: c10d, static, etcd, etcd-v2", "NAME"),
         Option("--rdzv-endpoint", TEXT, "", "where they meet, the same on all nodes; c10d: or several", "HOST[:PORT]"),
-        Option("--rdzv-id", TEXT, "none", "name of the job, the same on all nodes", "ID"),
+        Option("--rdzv-id", TEXT, "none", "name of the job, the same on all nodes", "ID", number_too=True),
         Option("--rdzv-conf", TEXT, "", "further settings of the rendezvous", "KEY=VALUE,..."),
         Option("--master-addr", TEXT, "127.0.0.1", "address of node 0 (static only)", "HOST"),
         Option("--master-port", INT, None, "port on node 0, 29500 by default (static only)", "PORT"),
-        Option("--local-addr", TEXT, None, "address under which the others reach this node", "HOST"),
+        Option(
+            "--local-addr", TEXT, None, "address under which the others reach this node", "HOST", goes_to="local_addr"
+        ),
         own("--agent-port", INT, 0, "where this agent listens for the others (c10d); 0: any free port", "PORT"),
     ),
     *in_group(
         PROGRAM,
-        Option("--module", FLAG, False, "the script is a module name, as in `python -m`", short="-m"),
-        Option("--no-python", FLAG, False, "the script is a program: execute it without python"),
         Option(
-            "--run-path", FLAG, False, "run the script in the worker by runpy; takes precedence over -m and --no-python"
+            "--module",
+            FLAG,
+            False,
+            "the script is a module name, as in `python -m`",
+            short="-m",
+            decides_what_runs=True,
+        ),
+        Option(
+            "--no-python", FLAG, False, "the script is a program: execute it without python", decides_what_runs=True
+        ),
+        Option(
+            "--run-path",
+            FLAG,
+            False,
+            "run the script in the worker by runpy; takes precedence over -m and --no-python",
+            decides_what_runs=True,
         ),
         Option(
             "--start-method",
@@ -126,6 +180,7 @@ OPTIONS: tuple[Option, ...] = (
             "how --run-path workers are made: spawn, fork or forkserver",
             "METHOD",
             choices=("spawn", "fork", "forkserver"),
+            goes_to="start_method",
         ),
         own(
             "--preload",
@@ -133,6 +188,7 @@ OPTIONS: tuple[Option, ...] = (
             "auto",
             "import once per node and fork the workers: auto, none or modules",
             "auto|none|MODULE,...",
+            decides_what_runs=True,
         ),
         own(
             "--cache-dir",
@@ -159,13 +215,23 @@ OPTIONS: tuple[Option, ...] = (
             "on|off",
             choices=("on", "off"),
         ),
-        Option("--max-restarts", INT, 0, "restart the workers after a failure, at most N times", "N"),
+        Option(
+            "--max-restarts",
+            INT,
+            0,
+            "restart the workers after a failure, at most N times",
+            "N",
+            goes_to="job.max_restarts",
+            least=0,
+        ),
         Option(
             "--monitor-interval",
             FLOAT,
             0.1,
             "accepted as in torchrun; has no effect, because holdfast does not poll",
             "SECONDS",
+            goes_to="monitor_interval_s",
+            above=0,
         ),
         Option(
             "--signals-to-handle",
@@ -173,8 +239,11 @@ OPTIONS: tuple[Option, ...] = (
             "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             "signals that end this node's part of the job",
             "NAME,...",
+            goes_to="signals_text",
         ),
-        Option("--shutdown-timeout", INT, None, "from SIGTERM to SIGKILL when workers are stopped, 30", "SECONDS"),
+        Option(
+            "--shutdown-timeout", INT, None, "from SIGTERM to SIGKILL when workers are stopped, 30", "SECONDS", least=0
+        ),
         own(
             "--grow",
             TEXT,
@@ -191,8 +260,24 @@ OPTIONS: tuple[Option, ...] = (
             "HOW",
             choices=("shrink", "wait", "off"),
         ),
-        own("--min-ranks", INT, 1, "with fewer workers left than this, all are restarted instead", "N"),
-        own("--drain-timeout", FLOAT, 60.0, "how long workers may take to save at a safe point and leave", "S"),
+        own(
+            "--min-ranks",
+            INT,
+            1,
+            "with fewer workers left than this, all are restarted instead",
+            "N",
+            goes_to="job.min_ranks",
+            least=1,
+        ),
+        own(
+            "--drain-timeout",
+            FLOAT,
+            60.0,
+            "how long workers may take to save at a safe point and leave",
+            "S",
+            goes_to="limits.drain_s",
+            above=0,
+        ),
         own(
             "--preempt-signal",
             TEXT,
@@ -200,14 +285,31 @@ OPTIONS: tuple[Option, ...] = (
             "a signal that announces the end of this node: drain, leave with 75; workers ignore it",
             "NAME",
         ),
-        own("--hang-timeout", FLOAT, 300.0, "restart workers if no stack has changed for this time; 0: never", "S"),
-        own("--exclude-after", INT, 0, "exclude a host for a while after N failures blamed on it; 0: never", "N"),
+        own(
+            "--hang-timeout",
+            FLOAT,
+            300.0,
+            "restart workers if no stack has changed for this time; 0: never",
+            "S",
+            goes_to="limits.hang_timeout_s",
+            least=0,
+        ),
+        own(
+            "--exclude-after",
+            INT,
+            0,
+            "exclude a host for a while after N failures blamed on it; 0: never",
+            "N",
+            goes_to="job.exclude_after",
+            least=0,
+        ),
         own(
             "--health-command",
             TEXT,
             "",
             "run this before each generation; a node on which it fails is parked, and a spare is taken",
             "COMMAND",
+            decides_what_runs=True,
         ),
         own(
             "--preflight",
@@ -218,8 +320,17 @@ OPTIONS: tuple[Option, ...] = (
             "HOW",
             choices=("auto", "off", "quick", "full"),
         ),
-        Option("--event-log-handler", TEXT, "null", "where events go: null or console", "NAME"),
-        own("--dashboard", TEXT, None, "serve a web page of the job there (loopback by default)", "[HOST:]PORT"),
+        Option(
+            "--event-log-handler", TEXT, "null", "where events go: null or console", "NAME", goes_to="event_log_handler"
+        ),
+        own(
+            "--dashboard",
+            TEXT,
+            None,
+            "serve a web page of the job there (loopback by default)",
+            "[HOST:]PORT",
+            number_too=True,
+        ),
         own(
             "--notify",
             TEXT,
@@ -228,16 +339,41 @@ OPTIONS: tuple[Option, ...] = (
             "URL|COMMAND",
             many=True,
             joiner="\n",
+            decides_what_runs=True,
         ),
         own("--otel", TEXT, None, "send a span of the run and of each generation to this OTLP/HTTP receiver", "URL"),
-        own("--metrics", TEXT, None, "serve Prometheus metrics there (loopback by default)", "[HOST:]PORT"),
-        own("--health", TEXT, None, "serve health checks there; it may be the port of --metrics", "[HOST:]PORT"),
+        own(
+            "--metrics",
+            TEXT,
+            None,
+            "serve Prometheus metrics there (loopback by default)",
+            "[HOST:]PORT",
+            number_too=True,
+        ),
+        own(
+            "--health",
+            TEXT,
+            None,
+            "serve health checks there; it may be the port of --metrics",
+            "[HOST:]PORT",
+            number_too=True,
+        ),
     ),
     *in_group(
         LOGS,
         Option("--log-dir", TEXT, None, "folder of the run folders; /dev/null for no files", "DIR"),
-        Option("--redirects", TEXT, "0", "to file only: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "SPEC", short="-r"),
-        Option("--tee", TEXT, "0", "to file and console, numbers as for --redirects", "SPEC", short="-t"),
+        Option(
+            "--redirects",
+            TEXT,
+            "0",
+            "to file only: 1 stdout, 2 stderr, 3 both; or RANK:N,...",
+            "SPEC",
+            short="-r",
+            number_too=True,
+        ),
+        Option(
+            "--tee", TEXT, "0", "to file and console, numbers as for --redirects", "SPEC", short="-t", number_too=True
+        ),
         Option("--local-ranks-filter", TEXT, "", "show only these local ranks on the console", "RANK,..."),
         own("--ranks-filter", TEXT, "", "show only these ranks of the job on the console", "RANK,..."),
         Option("--duplicate-stdout-filters", LIST, (), "copy teed stdout lines that contain one of these", "TEXT,..."),
@@ -267,13 +403,34 @@ OPTIONS: tuple[Option, ...] = (
             "bind workers to CPUs: node, socket, exclusive or core-complex",
             "MODE",
             choices=("node", "socket", "exclusive", "core-complex"),
+            goes_to="numa_binding",
         ),
-        Option("--virtual-local-rank", FLAG, False, "LOCAL_RANK=0 for all; each worker sees only its own GPU"),
+        Option(
+            "--virtual-local-rank",
+            FLAG,
+            False,
+            "LOCAL_RANK=0 for all; each worker sees only its own GPU",
+            goes_to="virtual_local_rank",
+        ),
     ),
     *in_group(
         HOSTS,
-        own("--hosts", TEXT, "", "start the job on these hosts, from here, by ssh", "[USER@]HOST[:SLOTS],..."),
-        own("--hostfile", TEXT, "", "the same from a file: `host slots=8` or `host:8`, one a line", "FILE"),
+        own(
+            "--hosts",
+            TEXT,
+            "",
+            "start the job on these hosts, from here, by ssh",
+            "[USER@]HOST[:SLOTS],...",
+            decides_what_runs=True,
+        ),
+        own(
+            "--hostfile",
+            TEXT,
+            "",
+            "the same from a file: `host slots=8` or `host:8`, one a line",
+            "FILE",
+            decides_what_runs=True,
+        ),
         own("--include", TEXT, "", "use only these of the hosts (patterns as for file names)", "HOST,...", many=True),
         own("--exclude", TEXT, "", "leave out these of the hosts", "HOST,...", many=True),
         own(
@@ -282,17 +439,36 @@ OPTIONS: tuple[Option, ...] = (
             "",
             "a program that prints the hosts that exist now; it is run repeatedly",
             "PROGRAM",
+            decides_what_runs=True,
         ),
-        own("--env", TEXT, "", "also pass these variables to the hosts; `*` as in file names", "NAME,...", many=True),
+        own(
+            "--env",
+            TEXT,
+            "",
+            "also pass these variables to the hosts; `*` as in file names",
+            "NAME,...",
+            many=True,
+            decides_what_runs=True,
+        ),
         own(
             "--ssh",
             TEXT,
             "ssh",
             "the ssh command, with options of its own: `ssh -p 2222 -i KEY` (as rsync's -e)",
             "COMMAND",
+            decides_what_runs=True,
         ),
-        own("--python", TEXT, "", "Python on the hosts (~/… too), by default this one's path", "PATH"),
-        own("--cwd", TEXT, "", "working folder on the hosts, by default the same as here", "DIR"),
+        own(
+            "--python",
+            TEXT,
+            "",
+            "Python on the hosts (~/… too), by default this one's path",
+            "PATH",
+            decides_what_runs=True,
+        ),
+        own(
+            "--cwd", TEXT, "", "working folder on the hosts, by default the same as here", "DIR", decides_what_runs=True
+        ),
         own(
             "--on-disconnect",
             TEXT,
@@ -304,9 +480,16 @@ OPTIONS: tuple[Option, ...] = (
     ),
     *in_group(
         OWN,
-        own("--config", TEXT, "", "read options from this file, not from the nearest holdfast.toml", "FILE"),
-        own("--no-config", FLAG, False, "read options from no file"),
-        own("--help", FLAG, False, "print this text, and exit", short="-h", env=False),
+        own(
+            "--config",
+            TEXT,
+            "",
+            "read options from this file, not from the nearest holdfast.toml",
+            "FILE",
+            line_only=True,
+        ),
+        own("--no-config", FLAG, False, "read options from no file", line_only=True),
+        own("--help", FLAG, False, "print this text, and exit", short="-h", env=False, line_only=True),
         Option(
             "--print-completion",
             TEXT,
@@ -317,15 +500,21 @@ OPTIONS: tuple[Option, ...] = (
             choices=("bash", "zsh", "tcsh"),
             newer=True,
         ),
-        own("--plan", FLAG, False, "show what would be started, where and why, and exit"),
-        own("--json", FLAG, False, "with --plan: print it as JSON", env=False),
-        own("--version", FLAG, False, "print the version, and exit", env=False),
+        own("--plan", FLAG, False, "show what would be started, where and why, and exit", line_only=True),
+        own("--json", FLAG, False, "with --plan: print it as JSON", env=False, line_only=True),
+        own("--version", FLAG, False, "print the version, and exit", env=False, line_only=True),
     ),
 )
 """torchrun's options and ours. A prefix that fits one of torchrun's never means one of ours."""
 
 USE_ENV = Option(
-    "--use-env", FLAG, False, "do not add --local-rank=N to the script's arguments", env=False, group=PROGRAM
+    "--use-env",
+    FLAG,
+    False,
+    "do not add --local-rank=N to the script's arguments",
+    env=False,
+    group=PROGRAM,
+    line_only=True,
 )
 LAUNCH_OPTIONS = (*OPTIONS, USE_ENV)
 TABLES = {"run": OPTIONS, "launch": LAUNCH_OPTIONS}

@@ -19,7 +19,7 @@ from holdfast import compile_caches
 from holdfast.cli import rendezvous
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes, has_gpus, has_infiniband
 from holdfast.cli.grammar import ABOUT_US
-from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
+from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, OPTIONS, TABLES, Option, flag_of
 from holdfast.cli.program import preload, worker_command
 from holdfast.protocol.errors import (
     BindingError,
@@ -75,9 +75,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     if parsed.cpus is not None:
         probes = probes._replace(cpus=min(parsed.cpus, count_cpus(probes).number))
     check_plain_values(parsed)
-    patience = Limits(
-        stop_grace_s=stop_grace_s(parsed, environ), drain_s=given.drain_timeout, hang_timeout_s=given.hang_timeout
-    )
+    patience = Limits(stop_grace_s=stop_grace_s(parsed, environ), **parsed.fields("limits"))
     rdzv = rendezvous.resolve(parsed, environ, patience=patience, notices=notices)
     check_packages(parsed, rdzv.job.backend)
     devices = node_size(parsed, environ, probes)
@@ -94,17 +92,13 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     imports = preload(parsed, command, rdzv.job, counted=counted, installed=probes.installed or is_installed)
     options = RunOptions(
         **rdzv._asdict(),
+        **parsed.fields(),
         nproc=devices.number,
         command=command,
         logs=logs,
-        role=given.role,
         switches=parsed.switches,
-        local_addr=given.local_addr,
         signals=signals,
-        signals_text=given.signals_to_handle,
         preempt_signal=preempt_signal(parsed),
-        virtual_local_rank=given.virtual_local_rank,
-        numa_binding=given.numa_binding,
         share_store=environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1",
         omp_num_threads=threads,
         compile_threads=compile_threads(environ, devices.number, cpus),
@@ -112,8 +106,6 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         cache_from=shared_cache_folder(parsed, environ),
         preload=imports,
         standby=given.standby == "on" and bool(imports.modules) and may_restart(rdzv.job),
-        start_method=given.start_method,
-        event_log_handler=given.event_log_handler,
         dashboard=served(parsed, "dashboard"),
         notify=targets(parsed),
         otel=span_receiver(parsed),
@@ -124,7 +116,6 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         watch_devices=(devices.kind != "cpu" and has_gpus(probes)) or has_infiniband(probes),
         watch_cards=rdzv.job.max_nodes > 1,
         health_if_free=health_if_free,
-        monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),
     )
     return Resolution(options, devices, cpus, time_outs)
@@ -178,18 +169,10 @@ def report_crowd(parsed: Parsed, nproc: int, cpus: int, notices: list[str]) -> N
 
 def check_plain_values(parsed: Parsed) -> None:
     given = parsed.values
-    if given.max_restarts < 0:
-        raise parsed.error("max_restarts", UsageError, "must be 0 or more")
-    if not 0 < given.monitor_interval < float("inf"):
-        raise parsed.error("monitor_interval", UsageError, "must be a positive number of seconds")
-    if not 0 < given.drain_timeout < float("inf"):
-        raise parsed.error("drain_timeout", UsageError, "must be a positive number of seconds")
-    if not 0 <= given.hang_timeout < float("inf"):
-        raise parsed.error("hang_timeout", UsageError, "must be a number of seconds; 0 means never")
-    if given.min_ranks < 1:
-        raise parsed.error("min_ranks", UsageError, "must be 1 or more")
-    if given.exclude_after < 0:
-        raise parsed.error("exclude_after", UsageError, "must be 0 or more")
+    for option in OPTIONS:
+        number = getattr(given, option.dest) if option.range else None
+        if number is not None and not option.accepts(number):
+            raise parsed.error(option.dest, UsageError, f"must be {option.range}")
     if given.event_log_handler not in EVENT_HANDLERS:
         raise parsed.error("event_log_handler", UsageError, f"must be one of {', '.join(EVENT_HANDLERS)}")
     if given.logs_specs is not None and given.logs_specs != "default":
@@ -234,8 +217,6 @@ def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
         if not is_number(text.strip()):
             raise EnvironmentValueError(f"{STOP_GRACE_VARIABLE}={text}: not a whole number of seconds, 0 or more")
         return float(text)
-    if seconds < 0:
-        raise parsed.error("shutdown_timeout", UsageError, "must be 0 or more seconds")
     return float(seconds)
 
 

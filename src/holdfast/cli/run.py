@@ -116,7 +116,7 @@ def live_and_die_with(caller: int) -> None:
     have ignored or blocked them when it made this process."""
     import signal
 
-    from holdfast.protocol.errors import EXIT_SIGNAL_BASE
+    from holdfast.protocol.exit_codes import EXIT_SIGNAL_BASE
     from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
 
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

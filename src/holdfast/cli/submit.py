@@ -26,17 +26,11 @@ from holdfast.cli import EXIT_INTERRUPTED, grammar, say
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
 from holdfast.cli.printing import print_json
 from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
-from holdfast.protocol.errors import (
-    EXIT_FAILURE,
-    EXIT_REQUEUE,
-    EXIT_SIGNAL_BASE,
-    CallerError,
-    MissingPackageError,
-    ScriptError,
-    UsageError,
-)
+from holdfast.protocol.errors import CallerError, MissingPackageError, ScriptError, UsageError
+from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_SIGNAL_BASE, ExitCode, Scheduler, codes_for
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 
+AGAIN = codes_for(Scheduler.AGAIN)
 LOG_POLL_S, JOB_POLL_S = 0.3, 2.0
 """Intervals of polling: neither a shared file system nor Slurm reports changes."""
 LOG_END_S = 1.0
@@ -567,14 +561,19 @@ def command_lines(batch: Batch) -> list[str]:
         command,
         "code=$?",
         "",
-        f"# {EXIT_REQUEUE}: preempted, and everything is saved. Requeue the job; it resumes from there.",
+        *(f"# {each.number}: {each.meaning}." for each in AGAIN),
         "# Another exit code after a preemption: Slurm would not start the job again by itself.",
         f"preempted() {{ scontrol --oneliner show job {job} | grep -q 'PreemptTime=[0-9]'; }}",
-        f'if [ "$code" -eq {EXIT_REQUEUE} ] || {{ [ "$code" -ne 0 ] && preempted; }}; then',
+        f'if {" || ".join(map(ended_with, AGAIN))} || {{ [ "$code" -ne 0 ] && preempted; }}; then',
         f"    scontrol requeue {job}",
         "fi",
         'exit "$code"',
     ]
+
+
+def ended_with(code: ExitCode) -> str:
+    """The shell's test whether the command ended so."""
+    return f'[ "$code" -eq {code.number} ]'
 
 
 def run_id_lines(batch: Batch) -> list[str]:
@@ -589,13 +588,15 @@ def run_id_lines(batch: Batch) -> list[str]:
 
 def chain_lines(mark: str) -> list[str]:
     """What follows the command in a job of a chain."""
-    stopped = EXIT_SIGNAL_BASE + Signals.SIGTERM
+    stopped = ExitCode(EXIT_SIGNAL_BASE + Signals.SIGTERM, "the time was over before everything was saved")
+    goes_on = (*AGAIN, stopped)
     return [
         "code=$?",
         "",
-        f"# {EXIT_REQUEUE}: all is saved; {stopped}: the time was over before that. Then the chain's next job goes on,",
-        "# also when Slurm ends this script. After any other end the jobs that wait are cancelled.",
-        f'if [ "$code" -ne {EXIT_REQUEUE} ] && [ "$code" -ne {stopped} ]; then',
+        *(f"# {each.number}: {each.meaning}." for each in goes_on),
+        "# Then the chain's next job goes on, also when Slurm ends this script. After any other end the jobs that wait",
+        "# are cancelled.",
+        f"if ! {{ {' || '.join(map(ended_with, goes_on))}; }}; then",
         "    squeue --noheader --states=PENDING --format='%i %k' \\",
         f"        | awk '$2 == \"{mark}\" {{ print $1 }}' | xargs -r scancel",
         "fi",

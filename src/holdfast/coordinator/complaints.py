@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE
+from holdfast.protocol.exit_codes import REQUESTS
 from holdfast.protocol.outcome import Failure, is_own_code
 
 REASON_S = 2.0
@@ -80,8 +80,8 @@ class Complaint(Enum):
 def may_be_consequence(failure: Failure) -> bool:
     """Whether the exit status is one of a program that ended itself, or of one that torch's watchdog aborted. The
     evidence of such a worker may name another one as the culprit. Every other status is a cause of its own."""
-    asked = failure.exit_code in (EXIT_REQUEUE, EXIT_NO_PROGRESS)
-    return (is_own_code(failure.exit_code) and not asked) or failure.exit_code == ABORTED
+    asks = failure.exit_code in REQUESTS
+    return (is_own_code(failure.exit_code) and not asks) or failure.exit_code == ABORTED
 
 
 def timed_out(failures: Iterable[Failure]) -> bool:

@@ -27,7 +27,7 @@ from holdfast.coordinator.admission import Admission, Admit, Deny, Versions
 from holdfast.coordinator.authority import Authority, Handled, Inherited, NodeEnded, PreviousLeader, Spares
 from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, StepDown, Tell
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
-from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, Restart, around, ended_without
+from holdfast.coordinator.ending import Budget, Endings, Judge, Restart, around, ended_without
 from holdfast.coordinator.extending import Extensions
 from holdfast.coordinator.formation import (
     FENCE,
@@ -62,6 +62,7 @@ from holdfast.coordinator.world import (
 )
 from holdfast.protocol.charter import Charter
 from holdfast.protocol.errors import NodesError, ProtocolError
+from holdfast.protocol.exit_codes import REQUESTS
 from holdfast.protocol.extension import (
     Announce,
     CoordinatorHalf,
@@ -1469,7 +1470,7 @@ class Coordinator:
         incident = self._incidents.newest
         # The same nodes would not follow after a loss or a drain (scenario `member_lost`).
         failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or incident.lost_nodes)
-        final = any(failure.exit_code in FINAL for failure in incident.failures)
+        final = any(failure.exit_code in REQUESTS for failure in incident.failures)
         # No restart follows, or none that is certain (scenarios `requeue`, `budget_spent`, `excluded`;
         # test_announced.py).
         if not failed or final or self._quit or self.job.exclude_after or not self.budget.allows_restart:

@@ -14,7 +14,8 @@ from msgspec import Struct, structs
 from holdfast.coordinator.incident import Incident
 from holdfast.coordinator.membership import HostBackoff
 from holdfast.coordinator.world import World
-from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, JoinTimeoutError, NodesError, UnfitNodesError
+from holdfast.protocol.errors import JoinTimeoutError, NodesError, UnfitNodesError
+from holdfast.protocol.exit_codes import Scheduler, request_of
 from holdfast.protocol.extension import DeviceFault
 from holdfast.protocol.messages import Notice, StopReason, Waiting
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict, job_exit_code
@@ -23,8 +24,6 @@ from holdfast.text import ranks_text
 
 UNBOUNDED = 2**31 - 1
 """`max_restarts` of a job whose restarts are counted elsewhere."""
-FINAL = (EXIT_REQUEUE, EXIT_NO_PROGRESS)
-"""Exit codes of workers that end the job."""
 FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 KILLED_FROM_OUTSIDE = "HF204"
 """Code of the verdict on a worker that was ended by a signal, other than one of the kernel's out-of-memory killer."""
@@ -114,8 +113,7 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
 
     | the generation ended because            | then                                              |
     |-----------------------------------------|---------------------------------------------------|
-    | a worker exited with 75                 | over: please requeue                              |
-    | a worker exited with 93                 | over: please do not requeue                       |
+    | a worker asked for it by its exit code  | over, with that code (protocol/exit_codes.py)     |
     | a node was lost                         | again, free: it explains the failures of its peers |
     | the store host died                     | again, free, with back-off                        |
     | no worker failed (arrival, leave)       | again, free                                       |
@@ -125,15 +123,16 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
     """
     lived_s = world.lived_s(world.stop_began_s)
     # A worker that ends because of the stop is a victim, whatever its exit status
-    # (test_75_of_a_worker_that_was_stopped_is_no_request).
+    # (test_the_exit_code_of_a_worker_that_was_stopped_is_no_request).
     own = [failure for failure in incident.failures if not failure.after_stop]
     # Before the budget: the worker asks the scheduler, whatever restarts are left (scenario requeue).
-    if any(failure.exit_code == EXIT_REQUEUE for failure in own):
-        text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"
-        return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
+    request = request_of(failure.exit_code for failure in own)
+    if request is not None and request.scheduler is Scheduler.AGAIN:
+        text = f"a worker asked {request.asks} (exit code {request.number})"
+        return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=request.number, message=text)
     verdict = judge(_evidence(world, incident, budget, ""))
-    if any(failure.exit_code == EXIT_NO_PROGRESS for failure in own):
-        return Outcome(kind=OutcomeKind.FAILED, exit_code=EXIT_NO_PROGRESS, code=verdict.code, verdict=verdict)
+    if request is not None:
+        return Outcome(kind=OutcomeKind.FAILED, exit_code=request.number, code=verdict.code, verdict=verdict)
     decision: Retry | GiveUp = Retry(0.0)
     if not (incident.lost_nodes or world.free or incident.charged):
         if world.stop_reason is StopReason.STORE_LOST:

@@ -17,7 +17,8 @@ from typing import Any
 from msgspec import Struct
 
 from holdfast.diagnosis.screen import how_it_ended
-from holdfast.protocol.errors import EXIT_REQUEUE, UsageError
+from holdfast.protocol.errors import UsageError
+from holdfast.protocol.exit_codes import REQUESTS, Scheduler
 from holdfast.protocol.messages import StopReason
 
 Event = Mapping[str, Any]
@@ -541,8 +542,8 @@ def _incident(event: Event) -> Occurrence | None:
             return of_job(what="replacement", text=event["text"])
         case "coordinator.quit":
             return of_job(what="stop", text=f"asked for by {event['by']}")
-        case "worker_failed" if event["exit_code"] == EXIT_REQUEUE:
-            return here(what="stop", text=f"rank {event['rank']} asked to be requeued (exit code {EXIT_REQUEUE})")
+        case "worker_failed" if (asked := REQUESTS.get(event["exit_code"])) and asked.scheduler is Scheduler.AGAIN:
+            return here(what="stop", text=f"rank {event['rank']} asked {asked.asks} (exit code {asked.number})")
         case "worker_failed" if not event["after_stop"]:
             what = event["message"] or f"exit code {event['exit_code']}"
             return here(what="worker", text=f"rank {event['rank']}: {what}", rank=event["rank"])

@@ -8,12 +8,13 @@ starts nothing. kubernetes_yaml.py makes the text.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from holdfast.launchers.kubernetes_names import Volume
 from holdfast.launchers.kubernetes_yaml import Commented
-from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, EXIT_USAGE
+from holdfast.protocol.exit_codes import ExitCode, Scheduler, codes_for
 
 Manifest = dict[str, object]
 
@@ -30,7 +31,7 @@ RESTART_PORT = 8081
 BARRIER_S_MAX = 3600
 """Limit for that: pods may wait long for machines."""
 RETRIES_MAX = 2**31 - 1
-ENDS_OF_A_POD = (EXIT_USAGE, EXIT_REQUEUE, EXIT_NO_PROGRESS)
+AGAIN, NEVER = codes_for(Scheduler.AGAIN), codes_for(Scheduler.NEVER)
 """Exit codes after which the same container must not be started again."""
 RUNS_PATH = "/var/holdfast/runs"
 SHM_PATH = "/dev/shm"
@@ -331,15 +332,23 @@ def failure_rules(job: KubernetesJob) -> list[object]:
             "Preemption, eviction, a drained or lost node: the pod is replaced and joins again.",
         ),
         Commented(
-            {"action": "Ignore", "onExitCodes": {**ended, "values": [EXIT_REQUEUE]}},
-            f"{EXIT_REQUEUE}: it was asked to leave, and has saved and left.",
+            {"action": "Ignore", "onExitCodes": {**ended, "values": numbers_of(AGAIN)}},
+            meanings_of(AGAIN),
         ),
         Commented(
-            {"action": "FailJob", "onExitCodes": {**ended, "values": [EXIT_USAGE, EXIT_NO_PROGRESS]}},
-            f"{EXIT_USAGE}: the line or the configuration is wrong; {EXIT_NO_PROGRESS}: the job fails at the same step "
-            "again and again. Another attempt would not help.",
+            {"action": "FailJob", "onExitCodes": {**ended, "values": numbers_of(NEVER)}},
+            meanings_of(NEVER),
         ),
     ]
+
+
+def numbers_of(codes: Iterable[ExitCode]) -> list[int]:
+    return sorted(each.number for each in codes)
+
+
+def meanings_of(codes: Iterable[ExitCode]) -> str:
+    """The comment of a rule about these codes."""
+    return "; ".join(f"{each.number}: {each.meaning}" for each in codes) + "."
 
 
 def pod_spec(job: KubernetesJob) -> Manifest:
@@ -451,7 +460,7 @@ def container(job: KubernetesJob) -> Manifest:
             [
                 {
                     "action": "RestartAllContainers",
-                    "exitCodes": {"operator": "NotIn", "values": [0, *ENDS_OF_A_POD]},
+                    "exitCodes": {"operator": "NotIn", "values": [0, *numbers_of((*AGAIN, *NEVER))]},
                 }
             ],
             "Any other failure restarts the containers of this pod, and then those of all pods.",

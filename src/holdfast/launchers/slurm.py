@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from holdfast.linux import process_stat, read_text
-from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, EnvironmentValueError, NodesError
+from holdfast.protocol.errors import EnvironmentValueError, NodesError
+from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_SIGNAL_BASE
 
 HOSTS_MAX = 65_536
 """Slurm's own limit."""

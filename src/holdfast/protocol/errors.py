@@ -15,6 +15,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar
 
+from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_INTERNAL, EXIT_USAGE
+
 
 class Fault(Enum):
     """The side that is at fault for an error."""
@@ -24,19 +26,6 @@ class Fault(Enum):
     PEER = "peer"
     STORAGE = "storage"
     OURS = "ours"
-
-
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_INTERNAL = 70
-EXIT_REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: the job was preempted, and the scheduler should requeue it."""
-EXIT_NO_PROGRESS = 93
-"""The job fails at the same step again and again: the scheduler should not requeue it."""
-EXIT_HUNG = 124
-"""The job hung and was ended: the exit code of timeout(1)."""
-EXIT_SIGNAL_BASE = 128
-"""The end by signal N has the exit status 128+N, as in every shell."""
 
 
 class HoldfastError(Exception):

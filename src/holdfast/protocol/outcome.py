@@ -8,7 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.errors import EXIT_FAILURE, EXIT_HUNG, EXIT_SIGNAL_BASE, HoldfastError
+from holdfast.protocol.errors import HoldfastError
+from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_HUNG, EXIT_SIGNAL_BASE
 from holdfast.protocol.policy import ITEMS_MAX, Count, ExitCode, LocalRank, Rank, Seconds, Words
 from holdfast.protocol.rank_progress import Collective, Finding, RankStory
 from holdfast.text import visible

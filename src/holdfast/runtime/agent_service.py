@@ -44,7 +44,8 @@ from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Recei
 from holdfast.coordinator.ending import Judge
 from holdfast.detached import run_detached
 from holdfast.journal import JOURNAL_NAME, Journal
-from holdfast.protocol.errors import EXIT_FAILURE, HoldfastError, ProtocolError
+from holdfast.protocol.errors import HoldfastError, ProtocolError
+from holdfast.protocol.exit_codes import EXIT_FAILURE
 from holdfast.protocol.messages import Answer, Extended, FromAgent, FromCoordinator, Waiting
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, fault_outcome

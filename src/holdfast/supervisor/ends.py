@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 from holdfast.agent.events import Event, FailureRead, WorkerEnded, WorkerRaised
 from holdfast.journal import Journal
 from holdfast.linux import own_groups
-from holdfast.protocol.errors import EXIT_FAILURE
+from holdfast.protocol.exit_codes import EXIT_FAILURE
 from holdfast.protocol.outcome import Failure
 from holdfast.supervisor.evidence import left_with_zero, with_evidence
 from holdfast.supervisor.log_router import LogRouter

@@ -40,7 +40,8 @@ from holdfast.coordinator.ending import UNBOUNDED
 from holdfast.diagnosis.causes import judge
 from holdfast.inherited import read_token
 from holdfast.journal import Journal
-from holdfast.protocol.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
+from holdfast.protocol.errors import HoldfastError, PeerError
+from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_REQUEUE
 from holdfast.protocol.messages import Assign, FromCoordinator, Start, Stop
 from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.outcome import Failure, Outcome

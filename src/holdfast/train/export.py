@@ -23,13 +23,13 @@ import torch
 
 from holdfast import own_folders
 from holdfast.protocol.errors import (
-    EXIT_FAILURE,
     HoldfastError,
     NoSnapshotError,
     SnapshotDamagedError,
     SnapshotError,
     SnapshotWriteError,
 )
+from holdfast.protocol.exit_codes import EXIT_FAILURE
 from holdfast.train.reading import opened
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.folder import Snapshot

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from holdfast.protocol.errors import EXIT_NO_PROGRESS, IntervalError, SnapshotError
+from holdfast.protocol.errors import IntervalError, SnapshotError
+from holdfast.protocol.exit_codes import EXIT_NO_PROGRESS
 from holdfast.text import plural
 from holdfast.train.loss_watch import BAD_STEPS_MAX, LossWatch
 from holdfast.train.snapshots import folder as folders

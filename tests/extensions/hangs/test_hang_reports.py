@@ -10,7 +10,7 @@ from msgspec import structs
 
 from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
-from holdfast.protocol.errors import EXIT_HUNG
+from holdfast.protocol.exit_codes import EXIT_HUNG
 from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind, Verdict
 from holdfast.protocol.rank_progress import Finding, RanksAtPlace, RankStory, Standing
 from tests.coordinator.coordinator_harness import CoordinatorHarness, gathering, preparing, running, steps, training

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from holdfast.agent.events import Signalled
-from holdfast.protocol.errors import EXIT_REQUEUE
+from holdfast.protocol.exit_codes import EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from tests.support.simulator.cluster import SimCluster

@@ -24,7 +24,7 @@ from typing import Any
 
 from msgspec import structs
 
-from holdfast.protocol.errors import EXIT_FAILURE, EXIT_USAGE
+from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_USAGE
 from holdfast.protocol.policy import Grow, Limits
 from holdfast.protocol.train_contract import Survive
 from tests.support.simulator.checkers import BrokenPromiseError

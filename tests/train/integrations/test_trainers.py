@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.protocol.errors import EXIT_REQUEUE, DataError, MissingPackageError
+from holdfast.protocol.errors import DataError, MissingPackageError
+from holdfast.protocol.exit_codes import EXIT_REQUEUE
 from tests.warm_jobs import WarmJobs
 
 SCRIPTS = Path(__file__).parent / "scripts"

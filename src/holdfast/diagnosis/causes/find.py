@@ -22,7 +22,7 @@ from holdfast.diagnosis.causes.exception_text import (
     class_of,
     unwrapped,
 )
-from holdfast.protocol.errors import EXIT_FAILURE
+from holdfast.protocol.exit_codes import EXIT_FAILURE
 from holdfast.protocol.outcome import Failure
 from holdfast.text import read_table
 

@@ -31,7 +31,8 @@ from holdfast.launchers.ssh.hosts import (
 )
 from holdfast.launchers.ssh.session import BEAT_S, Screen, SshSession
 from holdfast.protocol.charter import VOTERS_MIN
-from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HostDiffersError, HostsError
+from holdfast.protocol.errors import HostDiffersError, HostsError
+from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_SIGNAL_BASE
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.outcome import OutcomeKind
 

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.protocol.errors import SnapshotError
+from holdfast.protocol.exit_codes import EXIT_SIGNAL_BASE, REQUESTS
 from holdfast.train.snapshots import disk
 from holdfast.train.snapshots.folder import Survey, mark_file
 from holdfast.train.snapshots.layout import Key
@@ -98,8 +99,9 @@ def text_of(error: BaseException) -> str:
     """The text of a failure; empty for an end that is not the training's own fault."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
-        # 75 asks for the job to be queued again (errors.EXIT_REQUEUE); of the larger codes most stand for signals.
-        return f"{EXIT_CODE}{code}" if 0 < code < 75 else ""
+        # Larger codes stand for signals.
+        own = 0 < code <= EXIT_SIGNAL_BASE and code not in REQUESTS
+        return f"{EXIT_CODE}{code}" if own else ""
     if not isinstance(error, Exception):
         return ""
     try:
