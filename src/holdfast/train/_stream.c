@@ -69,6 +69,8 @@ copy_pieces(void *argument)
     }
 #ifdef __x86_64__
     _mm_sfence(); /* what streams is not ordered with the stores that come after it, a commit word's for one */
+#else
+    atomic_thread_fence(memory_order_release); /* on aarch64 no store is */
 #endif
     return NULL;
 }
