@@ -372,8 +372,8 @@ class AgentService:
         return ended.result() if ended.done() and not ended.cancelled() and ended.exception() is None else None
 
     def view(self) -> JobView | None:
-        """The coordinator's view of the job; None: it does not run here."""
-        coordinator = self._rendezvous.coordinator
+        """The coordinator's view of the job; None: it does not lead here."""
+        coordinator = self._rendezvous.leading
         return coordinator.machine.view(self._loop.time()) if coordinator is not None else None
 
     # ---------------------------------------------------------------- events
