@@ -128,7 +128,7 @@ dist: $(VENV)/.dist
 	$(BIN)/python -m tools.dist
 	$(BIN)/python -m pytest tests/packaging -q
 
-# aarch64 needs gcc-aarch64-linux-gnu of Debian.
+# aarch64 needs gcc-aarch64-linux-gnu and libc6-dev-arm64-cross of Debian.
 release: $(VENV)/.dist
 	$(BIN)/python -m tools.release --machines $(MACHINES) --repository "$(REPOSITORY)"
 

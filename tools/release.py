@@ -28,15 +28,20 @@ BY_HAND = """\
 
 {version} is built and checked. What is left is for a person:
 
-  1. In CHANGELOG.md write the date: ## {version} ({date}), add `date-released: {date}` to CITATION.cff, commit, and run
-     make release once more: the commit is part of what is built.
-  2. git tag -s v{version} -m "holdfast {version}" && git push origin v{version}
-  3. .venv/bin/twine upload {files}
+  1. Once: see whether https://pypi.org/project/holdfast is free. In April 2026 another project had this name there. If it still has it, upload to an
+     index of your own, or change `name` in pyproject.toml and the lines `pip install 'holdfast[…]'` of messages and pages. The import
+     and the command keep their name.
+  2. {dated}
+  3. git push origin HEAD && git tag -s v{version} -m "holdfast {version}" && git push origin v{version}
+  4. .venv/bin/twine upload {files}
      Try it with --repository testpypi first. A file that was uploaded can never be replaced.
-  4. In an empty environment: pip install holdfast=={version} && holdfast --version --verbose
-     It prints the commit of the tag.
-  5. make docs, and publish build/site.
-  6. In src/holdfast/version.py, CITATION.cff, examples/Dockerfile and a new section of CHANGELOG.md: the next version."""
+  5. In an empty environment: pip install holdfast=={version} && holdfast --version --verbose
+     It prints the commit of the tag, {commit}. Where the repository has a page for releases: the section of CHANGELOG.md, and these files.
+  6. make docs, and publish build/site.
+  7. In src/holdfast/version.py, CITATION.cff, examples/Dockerfile and a new section of CHANGELOG.md: the next version."""
+DATED = "CHANGELOG.md and CITATION.cff have the date of the release: {date}."
+NOT_DATED = """In CHANGELOG.md write the date: ## {version} ({date}), add `date-released: {date}` to CITATION.cff, commit, and run
+     make release once more: the commit is part of what is built."""
 
 
 def main() -> int:
@@ -63,8 +68,16 @@ def main() -> int:
         print(
             "No repository was named: the page of the package has no links. make release REPOSITORY=https://… adds them."
         )
-    print(BY_HAND.format(version=__version__, date=date, files=files))
+    dated = (DATED if released_on(ROOT) else NOT_DATED).format(version=__version__, date=released_on(ROOT) or date)
+    print(BY_HAND.format(version=__version__, dated=dated, files=files, commit=git(ROOT, "rev-parse", "HEAD")))
     return 0
+
+
+def released_on(root: Path) -> str:
+    """The date of this version in CHANGELOG.md; empty: it has none."""
+    text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(__version__)} \((\d{{4}}-\d\d-\d\d)\)$", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def reasons(root: Path) -> Iterator[str]:
@@ -75,6 +88,9 @@ def reasons(root: Path) -> Iterator[str]:
         match = re.search(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
         if match is None or match[1] != __version__:
             yield f"{name} names version {match[1] if match else 'none'}, and src/holdfast/version.py {__version__}"
+    cited = re.search(r"^date-released: (\S+)$", (root / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    if (released_on(root) or "none") != (cited[1].strip("\"'") if cited else "none"):
+        yield f"CHANGELOG.md has the date {released_on(root) or 'none'} and CITATION.cff {cited[1] if cited else 'none'}"
     if git(root, "tag", "--list", f"v{__version__}"):
         yield f"the tag v{__version__} exists: this version is released"
 

@@ -12,8 +12,10 @@ from benchmarks.rows import (
     hangs,
     help_text,
     idle,
+    install,
     object_store,
     orphans,
+    preflight,
     progress,
     raised,
     recovery,
@@ -35,8 +37,10 @@ from benchmarks.rows import (
 )
 
 ALL: tuple[Row, ...] = (
+    install.ROW,
     help_text.ROW,
     start.ROW,
+    preflight.ROW,
     restart.ROW,
     *warm.ROWS,
     *compiled.ROWS,

@@ -67,6 +67,16 @@ def listed(names: Sequence[object], shown_max: int = 8, *, joint: str = ", ") ->
     return joint.join(map(str, names[:shown_max])) + (f" and {more} more" if more > 0 else "")
 
 
+def ranks_text(numbers: Iterable[int]) -> str:
+    """Ranks by their numbers.
+
+    >>> ranks_text([1]), ranks_text([0, 1, 3])
+    ('rank 1', 'ranks 0-1, 3')
+    """
+    found = spans(numbers)
+    return f"rank {found}" if found.isdecimal() else f"ranks {found}"
+
+
 def spans(numbers: Iterable[int]) -> str:
     """Numbers in order, consecutive ones joined to ranges.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.program import decide
-from holdfast.cli.resolve import resolve
+from holdfast.cli.resolve import is_installed, resolve
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.options import CommandKind, Preload, WorkerCommand
 
@@ -151,9 +152,10 @@ def test_modules_packages_folders_and_unknown_targets(folder: Path) -> None:
     assert of(CommandKind.MODULE, "no.such.module").modules == ()
 
 
-def options(*line: str, **environ: str) -> Preload:
+def options(*line: str, missing: Collection[str] = (), **environ: str) -> Preload:
     Path("train.py").write_text("import torch")
-    return resolve(parse(line, environ, OPTIONS), environ, Probes(nvml=list, cpus=6)).options.preload
+    probes = Probes(nvml=list, cpus=6, installed=lambda module: module not in missing)
+    return resolve(parse(line, environ, OPTIONS), environ, probes).options.preload
 
 
 def test_the_option_and_its_variable() -> None:
@@ -167,6 +169,19 @@ def test_the_option_and_its_variable() -> None:
     for wrong in ("", "torch,", "a b", "1", "-c"):
         with pytest.raises(UsageError, match="--preload"):
             options(f"--preload={wrong}", "train.py")
+
+
+def test_what_is_not_installed_is_not_tried() -> None:
+    assert options("train.py", missing=["numpy"]).modules == ("torch",)
+    assert options("train.py", missing=["numpy"]).why == options("train.py").why
+    without = options("train.py", missing=["torch"])
+    assert (without.modules, without.why, without.torch) == ((), "torch is not installed", "torch")
+    elsewhere = options("train.py", missing=["torch"], PYTHON_EXEC="/usr/bin/env")
+    assert elsewhere.modules == REDUCES, "another Python may have it"
+    assert options("--preload", "torch", "train.py", missing=["torch"]).modules == ("torch",), "the reason is then told"
+    assert is_installed("json")
+    assert is_installed("sys")
+    assert not is_installed("no_such_module")
 
 
 def test_bound_workers_are_forked_only_if_their_threads_are_counted() -> None:

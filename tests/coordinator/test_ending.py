@@ -236,6 +236,27 @@ def test_a_hang_without_a_culprit_is_the_same_whenever_a_device_failed_before_it
     assert ends[7].verdict.gave_up.startswith("the same error 8 times in a row")
 
 
+@pytest.mark.parametrize(
+    ("code", "exit_code", "stepped", "ends_with"),
+    [
+        ("HF204", -9, True, 0),
+        ("HF204", -9, False, 8),
+        ("HF204", -15, True, 8),
+        ("HF203", -9, True, 8),
+    ],
+)
+def test_workers_that_are_killed_from_outside_between_steps_are_no_loop(
+    code: str, exit_code: int, stepped: bool, ends_with: int
+) -> None:
+    """Which end of ten is that of the job; 0: none. HF203: by the kernel, since the memory is too small."""
+    own, ends = budget(), list[Again | Outcome]()
+    killed = structs.replace(failure(exit_code), stepped=stepped)
+    while len(ends) < 10 and not any(isinstance(end, Outcome) for end in ends):
+        world, incident = ended(killed)
+        ends.append(after_stop(world, incident, own, lambda evidence: evidence.verdict(code, "x", killed)))
+    assert (len(ends) if isinstance(ends[-1], Outcome) else 0) == ends_with
+
+
 def test_hangs_of_two_kinds_are_two_errors() -> None:
     assert Verdict(code="HF241", cause="x").signature != Verdict(code="HF246", cause="x").signature
 

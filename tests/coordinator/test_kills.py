@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from holdfast.coordinator.world import Phase
@@ -11,9 +13,9 @@ from tests.coordinator.coordinator_harness import CoordinatorHarness
 from tests.coordinator.test_regrouping import able, refusal, went_on
 
 
-def killed(harness: CoordinatorHarness, step: int) -> None:
+def killed(harness: CoordinatorHarness, step: int, *, stepped: bool) -> None:
     """Rank 2 is lost in this step. Its agent says so before the workers' progress is reported."""
-    failure = Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9, step=step)
+    failure = Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9, step=step, stepped=stepped)
     harness.say(2, WorkersFailed(harness.machine.generation, (failure,), evidence_follows=True))
 
 
@@ -26,10 +28,11 @@ def replaced(harness: CoordinatorHarness) -> None:
     went_on(harness)
 
 
-def test_steps_between_two_kills_that_no_report_of_progress_has_shown() -> None:
+@pytest.mark.parametrize("steps", [range(10, 200, 10), [23, 22] * 10], ids=["on and on", "back to a state in memory"])
+def test_steps_between_two_kills_that_no_report_of_progress_has_shown(steps: Iterable[int]) -> None:
     harness = able(max_restarts=100)
-    for step in range(10, 200, 10):
-        killed(harness, step)
+    for step in steps:
+        killed(harness, step, stepped=True)
         assert harness.machine.phase is Phase.REGROUPING
         replaced(harness)
 
@@ -38,7 +41,7 @@ def test_steps_between_two_kills_that_no_report_of_progress_has_shown() -> None:
 def test_without_a_step_in_between_the_same_kill_ends_the_job(step: int) -> None:
     harness = able(max_restarts=100)
     for _ in range(harness.machine.limits.identical_failures_max - 1):
-        killed(harness, step)
+        killed(harness, step, stepped=False)
         replaced(harness)
-    killed(harness, step)
+    killed(harness, step, stepped=False)
     assert refusal(harness).startswith("the same error 8 times in a row")

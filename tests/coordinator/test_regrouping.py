@@ -118,7 +118,7 @@ def test_a_rank_that_is_done_or_not_able_is_not_left_behind() -> None:
     harness = able()
     harness.say(1, WorkerDone(1, 1))
     harness.kill_worker(2)
-    assert refusal(harness) == "rank 1 has ended"
+    assert refusal(harness) == "rank 1 ended"
     harness = able()
     harness.say(1, Able(1, (0,)))
     harness.kill_worker(2)
@@ -129,7 +129,7 @@ def test_a_rank_that_ends_while_the_others_regroup_stops_them() -> None:
     harness = able()
     harness.kill_worker(2)
     harness.say(1, WorkerDone(1, 1))  # it crossed the order
-    assert refusal(harness) == "rank 1 has ended"
+    assert refusal(harness) == "rank 1 ended"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_workers_that_do_not_go_on_are_restarted() -> None:
     harness.wait(LIMITS.rejoin_s - 0.1)
     assert harness.machine.phase is Phase.RUNNING
     harness.wait(0.2)
-    assert refusal(harness) == "rank 1-2 did not go on within 30 s"
+    assert refusal(harness) == "ranks 1-2 did not go on within 30 s"
 
 
 def test_workers_that_went_on_and_are_done_with_training_are_left_alone() -> None:
@@ -382,7 +382,7 @@ def test_ranks_do_not_wait_at_the_safe_point_for_one_that_has_ended_before_it() 
     harness.say(2, WorkerDone(3, 1))
     assert harness.machine.phase is Phase.REGROUPING, "all may end before it"
     harness.prepare(1)
-    assert refusal(harness) == "rank 3 has ended before the safe point at which others wait"
+    assert refusal(harness) == "rank 3 ended before the safe point at which others wait"
 
 
 def test_a_rank_lost_while_replacements_join_is_survived_too() -> None:

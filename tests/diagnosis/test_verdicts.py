@@ -248,7 +248,7 @@ def screen_of(*failures: Failure, folder: str = "/h/me/.local/state/holdfast/run
 def test_victims_that_said_the_same_are_one_line_of_the_screen() -> None:
     rows = [line for line in screen_of(fails(3, MISSING), *map(cut, (0, 1, 2, 6))) if line.startswith("  because")]
     assert len(rows) == 1
-    assert rows[0].startswith("  because of it rank 0-2, 6: ")
+    assert rows[0].startswith("  because of it ranks 0-2, 6: ")
     assert rows[0].endswith("; in their logs")
 
 

@@ -4,6 +4,7 @@ no compiler, no network, an empty environment, under each Python that is support
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -119,6 +120,7 @@ def test_another_build_of_the_commit_has_the_same_bytes(tmp_path: Path) -> None:
     machines = [machine for machine in ELF_MACHINES if any(machine in file.name for file in files)]
     environment = {**os.environ, "TZ": "Asia/Tokyo", "LC_ALL": "C", "HOME": str(tmp_path)}
     command = [sys.executable, "-m", "tools.dist", tmp_path / "again", "--machines", ",".join(machines)]
+    command += ["--repository", repository(built(WHEEL))]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, umask=0o077, capture_output=True, text=True, timeout=limit_s(100)
     )
@@ -127,6 +129,14 @@ def test_another_build_of_the_commit_has_the_same_bytes(tmp_path: Path) -> None:
     assert [file.name for file in again] == [file.name for file in files]
     differing = [file.name for file, other in zip(files, again, strict=True) if file.read_bytes() != other.read_bytes()]
     assert differing == []
+
+
+def repository(wheel: Path) -> str:
+    """The address that it was built with; empty: none."""
+    with zipfile.ZipFile(wheel) as archive:
+        (about,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    urls = dict(each.split(", ", 1) for each in Parser().parsestr(about).get_all("Project-URL", []))
+    return urls.get("Repository", "")
 
 
 @pytest.mark.parametrize("machine", ELF_MACHINES)
@@ -159,4 +169,11 @@ def test_the_image_is_linted_and_takes_the_version_that_is_built() -> None:
     lint = [Path(sys.executable).parent / "hadolint", "--no-fail", "--format", "tty", file]
     done = subprocess.run(lint, capture_output=True, text=True, timeout=limit_s(60))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert f"ARG HOLDFAST={__version__}\n" in file.read_text()
+    text = file.read_text()
+    assert f"ARG HOLDFAST={__version__}\n" in text
+    (chosen,) = re.findall(r"set -- (.+?) &&", text)
+    script = f"set -- {chosen.replace('/dist/', f'{ROOT}/dist/')} && echo $# $1"
+    done = subprocess.run(
+        ["sh", "-c", script], env={**os.environ, "HOLDFAST": __version__}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", str(built(WHEEL))]

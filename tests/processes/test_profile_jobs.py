@@ -82,7 +82,7 @@ def test_steps_and_seconds_of_ranks_are_profiled_and_what_cannot_be_is_said(job_
     # Without steps, only seconds.
     assert "--seconds 5" in why(holdfast("profile", "2", "--json"))
     assert told("profile", "2", "--seconds", "0.2")["ranks"][0]["files"]
-    assert "no rank 7 runs now; there are 3 ranks" in refused("profile", "0,7")
+    assert "rank 7: not running now; there are 3 ranks" in refused("profile", "0,7")
     for line, text in (
         (("0", "--steps", "0"), "1 to"),
         (("x",), "RANKS"),

@@ -109,6 +109,20 @@ def test_every_rank_goes_on_from_the_newest_step_that_all_have(warm: Warm, tmp_p
     assert found["newest"] > 0
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
+@pytest.mark.parametrize(("durable", "source"), [(0, "nothing"), (2, "disk")])
+def test_a_part_that_is_lost_with_its_node_is_not_waited_for(
+    warm: Warm, tmp_path: Path, durable: int, source: str
+) -> None:
+    """The other node's saver has begun to wait for it. Where nothing was saved, that is no unfinished save, which would
+    be an error: training starts again, and says so."""
+    rank_0, rank_1 = warm.found(SCRIPTS / "lost_memory.py", tmp_path / "runs", str(durable), timeout=180)
+    assert [each[:2] for each in (rank_0, rank_1)] == [[durable, source]] * 2
+    assert len(rank_0[2]) == (not durable)
+    assert all("parts of step 3, which was in memory, are lost with their node" in each for each in rank_0[2])
+    assert rank_1[2] == []
+
+
 # --- what is in memory alone goes to the disk, or stays there -----------------------------------------------------------
 
 

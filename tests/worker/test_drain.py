@@ -272,7 +272,15 @@ def test_a_regrouped_worker_counts_safe_points_and_steps_from_0(board: Board) ->
     board._words[steps] = 300
     board.begin_again()
     rank.begin_again()
-    assert (board.reached(), board.progress(0)[0].steps) == (0, 0)
+    assert (board.reached(), board.progress(0)[0].steps, board.stepped(0)) == (0, 0, False)
     rank.reach()
     board._words[steps] += 1  # its optimizer makes another step
-    assert (board.reached(), board.progress(0)[0].steps) == (1, 1)
+    assert (board.reached(), board.progress(0)[0].steps, board.stepped(0)) == (1, 1, True)
+
+
+def test_a_worker_has_stepped_when_its_script_counts_on_from_where_it_began(board: Board) -> None:
+    at = layout.slot(0)
+    board._words[at + layout.BEGAN_AT], board._words[at + layout.AT] = 21, 21
+    assert not board.stepped(0)
+    board._words[at + layout.AT] = 22
+    assert board.stepped(0)

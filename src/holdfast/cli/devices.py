@@ -53,6 +53,8 @@ class Probes(NamedTuple):
     """A function that returns whether an installed package may give torch a backend of this name."""
     cpus: int | None = None
     """Size of the affinity mask; by default this process's."""
+    installed: Callable[[str], bool] | None = None
+    """A function that returns whether this Python would find a module of this name; by default its finders."""
 
 
 THIS_NODE = Probes()

@@ -20,7 +20,7 @@ from holdfast.protocol.errors import EnvironmentValueError, ScriptError, UsageEr
 from holdfast.protocol.options import CommandKind, Preload, WorkerCommand
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from holdfast.cli.grammar import Parsed
     from holdfast.protocol.policy import JobSpec
@@ -322,7 +322,9 @@ CHANGING_METHODS = frozenset(
 CHANGING_CALLS = frozenset(["putenv", "unsetenv", "load_dotenv", "sched_setaffinity"])
 
 
-def preload(parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bool) -> Preload:
+def preload(
+    parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bool, installed: Callable[[str], bool]
+) -> Preload:
     """The result of --preload. `counted` says that OMP_NUM_THREADS is set for the workers. Raises UsageError."""
     requested: str = parsed.values.preload
     if requested not in (AUTO, NONE):
@@ -339,6 +341,12 @@ def preload(parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bo
         return Preload(why=why, torch=choice.torch)
     if requested != AUTO:
         return Preload(modules=modules, why="as asked for", torch=choice.torch)
+    if choice.modules and command.python == sys.executable:
+        if not installed("torch"):
+            return Preload(why="torch is not installed", torch=choice.torch)
+        if not installed("numpy"):  # torch does not need it
+            present = tuple(name for name in choice.modules if name != "numpy")
+            return Preload(modules=present, later=choice.later, why=choice.why, torch=choice.torch)
     return choice
 
 

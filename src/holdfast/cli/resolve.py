@@ -88,7 +88,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     threads = omp_num_threads(environ, devices.number, cpus)
     logs = log_options(parsed, environ, devices.number, notices)
     metrics, (health, health_if_free) = served(parsed, "metrics"), health_check(parsed, environ, notices)
-    imports = preload(parsed, command, rdzv.job, counted="OMP_NUM_THREADS" in environ or threads is not None)
+    counted = "OMP_NUM_THREADS" in environ or threads is not None
+    imports = preload(parsed, command, rdzv.job, counted=counted, installed=probes.installed or is_installed)
     options = RunOptions(
         **rdzv._asdict(),
         **parsed.fields(),
@@ -147,6 +148,7 @@ def check_packages(parsed: Parsed, backend: str) -> None:
 
 
 def is_installed(module: str) -> bool:
+    """Whether this Python would find a module of this name."""
     from importlib.util import find_spec
 
     try:

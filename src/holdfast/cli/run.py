@@ -221,7 +221,7 @@ def start(
     supervisor = fork_supervisor()
     be_killable()
     try:
-        with without_collection():
+        with quick_imports(without="typing_extensions"):  # msgspec asks for it, and takes typing as well
             options = resolve(parsed, os.environ, command)
         forget_secrets()
         for notice in options.notices if say_notices else ():
@@ -246,7 +246,9 @@ def run_agent(
     provide_descriptors(options.nproc)
     provide_processes(options.nproc)
     worker_command.begin(supervisor, options)  # before our own heavy modules: both import at the same time
-    with without_collection():
+    # asyncio asks for ssl, and this process uses no TLS in asyncio: etcd has clients of its own, in threads. What the
+    # backend of a third party uses is not known.
+    with quick_imports(without="ssl" if options.third_party is None else ""):
         from holdfast.diagnosis.causes import judge
         from holdfast.runtime.agent_service import run_job
 
@@ -257,14 +259,22 @@ def run_agent(
 
 
 @contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """No garbage collection while modules are imported: they make little garbage, and searching it takes a twentieth of
-    the time until the script begins."""
-    enabled = gc.isenabled()
+def quick_imports(*, without: str) -> Iterator[None]:
+    """Import modules in less time: each of these two is a twentieth of the time until the script begins.
+
+    There is no garbage collection: modules make little garbage. And a module that others would import if it is there,
+    and can do without, is not there (`without`), unless it was imported before.
+    """
+    enabled, hides = gc.isenabled(), without and without not in sys.modules
     gc.disable()
+    if hides:
+        # An import of it raises ImportError then.
+        sys.modules[without] = None  # type: ignore[assignment]
     try:
         yield
     finally:
+        if hides:
+            del sys.modules[without]
         if enabled:
             gc.enable()
 

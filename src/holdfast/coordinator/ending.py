@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from msgspec import Struct, structs
 
@@ -17,13 +18,15 @@ from holdfast.protocol.errors import JoinTimeoutError, NodesError, UnfitNodesErr
 from holdfast.protocol.exit_codes import Scheduler, request_of
 from holdfast.protocol.extension import DeviceFault
 from holdfast.protocol.messages import Notice, StopReason, Waiting
-from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.text import spans
+from holdfast.text import ranks_text
 
 UNBOUNDED = 2**31 - 1
 """`max_restarts` of a job whose restarts are counted elsewhere."""
 FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+KILLED_FROM_OUTSIDE = "HF204"
+"""Code of the verdict on a worker that was ended by a signal, other than one of the kernel's out-of-memory killer."""
 END_CHARACTERS_MAX = 200
 """Characters of the text in `previous_end`."""
 DEVICE_S_MAX = 120.0
@@ -137,13 +140,21 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
             # (test_what_is_free_gives_up_as_well_if_it_never_changes).
             decision = budget.pause(world.stop_reason.value, lived_s)
         elif own or world.stop_reason is StopReason.HUNG:
-            decision = budget.charge(verdict.signature, lived_s)
+            harmless = verdict.code == KILLED_FROM_OUTSIDE and killed_in_training(world, own)
+            decision = budget.charge(verdict.signature, inf if harmless else lived_s)
     if isinstance(decision, Retry):
         return Again(decision.backoff_s, verdict)
     # Once more: why no restart follows is known only now, and belongs to the verdict.
     verdict = judge(_evidence(world, incident, budget, decision.reason))
     verdict = structs.replace(verdict, hang=verdict.hang or world.stop_reason is StopReason.HUNG)
     return Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
+
+
+def killed_in_training(world: World, failures: Sequence[Failure]) -> bool:
+    """Whether these workers were ended by SIGKILL after this generation had made a step. It is no loop if that happens
+    again and again. Progress is reported once a second, so what the failures say may be newer."""
+    stepped = world.stepped or any(each.stepped for each in failures)
+    return stepped and all(each.exit_code == -signal.SIGKILL for each in failures)
 
 
 def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
@@ -154,7 +165,7 @@ def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
         lines.append(f"{verdict.code}: {verdict.cause}; {budget.newest}{pause}")
     if verdict.victims:
         log = "its log" if len(verdict.victims) == 1 else "their logs"
-        lines.append(f"rank {spans(verdict.victims)} failed because of it; see {log}")
+        lines.append(f"{ranks_text(verdict.victims)} failed because of it; see {log}")
     return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@ The machine owns it, passes events to it and carries out the plans and commands 
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -14,7 +13,7 @@ from math import inf
 from msgspec import Struct
 
 from holdfast.coordinator.coordinator_commands import Command, Tell
-from holdfast.coordinator.ending import Budget, GiveUp
+from holdfast.coordinator.ending import Budget, GiveUp, killed_in_training
 from holdfast.coordinator.incident import Incident, Incidents, how
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.replacements import Replacements
@@ -32,7 +31,7 @@ from holdfast.protocol.messages import (
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Note
 from holdfast.protocol.train_contract import Survive
-from holdfast.text import listed, plural, spans
+from holdfast.text import listed, plural, ranks_text, spans
 
 ATTEMPTS_MAX = 3
 """Give up regrouping after this many attempts in a row that never started."""
@@ -101,8 +100,6 @@ class Regrouping:
     """Members that have joined a running generation."""
     _used: bool = False
     """All workers ran in `ht.survive`, in this generation or an earlier one."""
-    _lost_step: int = 0
-    """The newest step, by the script's own count, in which a worker was lost."""
 
     def reset(self) -> None:
         """All workers are stopped: the next generation is gathered."""
@@ -159,7 +156,7 @@ class Regrouping:
             return f"{ATTEMPTS_MAX} losses in a row while regrouping"
         # A rank that has ended would be missing in the next collective (scenario survive_done).
         if world.done_count:
-            return f"rank {spans(world.done_ranks())} has ended"
+            return f"{ranks_text(world.done_ranks())} ended"
         leaving = [members[name] for name in self.leaving(world)]
         led = next((each for each in leaving if each.node.hosts_coordinator), None)
         # The others would stand without a coordinator (test_a_coordinator_that_nobody_succeeds_leaves_with_all).
@@ -187,12 +184,7 @@ class Regrouping:
         incident = self.incidents.newest
         if incident.charged or world.free or incident.lost_nodes or not incident.failures:
             return ""
-        # A worker that is killed from outside again and again does no harm as long as the job makes steps in between.
-        # Progress is reported once a second, so what the failure itself says may be newer.
-        before, self._lost_step = self._lost_step, max(self._lost_step, *(each.step for each in incident.failures))
-        stepped = world.stepped or self._lost_step > before
-        harmless = stepped and all(each.exit_code == -signal.SIGKILL for each in incident.failures)
-        lived_s = inf if harmless else world.lived_s(now)
+        lived_s = inf if killed_in_training(world, incident.failures) else world.lived_s(now)
         pause = self.budget.charge(incident.failures[0].signature, lived_s)
         if isinstance(pause, GiveUp):
             return pause.reason
@@ -280,15 +272,15 @@ class Regrouping:
         # (test_workers_that_went_on_and_are_done_with_training_are_left_alone).
         if world.done_count or not late:
             return []
-        return self._refusal(world, f"rank {spans(late)} did not go on within {self.limits.rejoin_s:g} s")
+        return self._refusal(world, f"{ranks_text(late)} did not go on within {self.limits.rejoin_s:g} s")
 
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
         """Decide what follows while the workers leave their generation. They were told to at `since_s`."""
         due_s = self.due_s(world)
         if world.done_count and self.cut:
-            return self._refusal(world, f"rank {spans(world.done_ranks())} has ended")
+            return self._refusal(world, f"{ranks_text(world.done_ranks())} ended")
         if self._waits_for_ended(world):
-            ended = f"rank {spans(world.done_ranks())} has ended before the safe point"
+            ended = f"{ranks_text(world.done_ranks())} ended before the safe point"
             return self._refusal(world, f"{ended} at which others wait")
         if now >= since_s + due_s:
             what = "no replacement" if world.all_prepared else "not every worker"
@@ -422,7 +414,9 @@ class Regrouping:
             base += len(places[name])
         hosts = [self.membership.members[name].node.host for name in world.order if name in leaving]
         new = f"{listed(hosts)} {'leaves' if len(hosts) == 1 else 'leave'}; " if hosts else ""
-        new += f"rank {spans(fresh)} {'joined' if joined else 'was replaced'}; " if fresh else ""
+        if fresh:
+            replaced = "was replaced" if len(fresh) == 1 else "were replaced"
+            new += f"{ranks_text(fresh)} {'joined' if joined else replaced}; "
         return Plan(order, places, f"{new}{self._go_on(base)}", safe_point, tuple(fresh))
 
     def _may_part(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:

@@ -29,7 +29,7 @@ from holdfast.protocol.rank_progress import (
     Stage,
     is_library,
 )
-from holdfast.text import duration, plural, spans, spoken, visible
+from holdfast.text import duration, plural, ranks_text, spans, spoken, visible
 from holdfast.traceback_text import fewer_lines
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
     groups = _by_message(victims)
     for message, ranks in list(groups.items())[:VICTIMS_SHOWN_MAX]:
         where = "its log" if len(ranks) == 1 else "their logs"
-        row("because of it", f"rank {spans(ranks)}: {message[:120]}; in {where}")
+        row("because of it", f"{ranks_text(ranks)}: {message[:120]}; in {where}")
     if len(groups) > VICTIMS_SHOWN_MAX:
         more = sum(map(len, list(groups.values())[VICTIMS_SHOWN_MAX:]))
         row("because of it", f"and {more} more, see verdict.json")
@@ -183,7 +183,7 @@ def _same(one: Failure, other: Failure) -> bool:
 def _ranks(failures: list[Failure]) -> str:
     if not failures:
         return ""
-    return f"on rank{'s' if len(failures) > 1 else ''} {spans(failure.rank for failure in failures)}"
+    return f"on {ranks_text(failure.rank for failure in failures)}"
 
 
 def _last_output(culprit: Failure, room: int, lines_max: int) -> list[str]:
@@ -447,7 +447,7 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
     ranks = each.ranks
     hosts = sorted({rank.host for rank in ranks})
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes"
-    lines = [each.described(f"rank{'' if len(ranks) == 1 else 's'} {spans(rank.rank for rank in ranks)} on {where}")]
+    lines = [each.described(f"{ranks_text(rank.rank for rank in ranks)} on {where}")]
     frames = each.frames if full else own_frames(each.frames)
     lines += [f"    {frame.function}  {frame.file}:{frame.line}" for frame in frames]
     if len(frames) < len(each.frames):

@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -102,19 +101,26 @@ def folder_facts(path: str) -> Folder:
         there = os.path.dirname(there)
     try:
         room = os.statvfs(there)
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".holdfast-doctor-") as file:
-            # A file server may take what is written, and fail when it is to be kept or read.
-            file.write(b"\0" * PROBE_BYTES)
-            file.flush()
-            os.fsync(file.fileno())
-            file.seek(0)
-            file.read(PROBE_BYTES)
+        _probe(os.path.join(there, f".holdfast-doctor-{os.getpid()}-{os.urandom(8).hex()}"))
     except OSError as error:
         return Folder(path=path, error=error.strerror or str(error))
     return Folder(path=path, total_bytes=room.f_blocks * room.f_frsize, free_bytes=room.f_bavail * room.f_frsize)
 
 
 PROBE_BYTES = 4096
+
+
+def _probe(path: str) -> None:
+    """Write a file, read it and delete it. Without `tempfile`, whose import would delay the start of a job."""
+    with open(path, "xb+", buffering=0) as file:
+        try:
+            # A file server may take what is written, and fail when it is to be kept or read.
+            file.write(b"\0" * PROBE_BYTES)
+            os.fsync(file.fileno())
+            file.seek(0)
+            file.read(PROBE_BYTES)
+        finally:
+            os.unlink(path)
 
 
 class _Timex(ctypes.Structure):

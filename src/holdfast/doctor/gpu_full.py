@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
 
 from holdfast.doctor import DoctorFinding, fatal, passed, rate, warn
 from holdfast.doctor.machine_state import DeviceMeasure, FullMeasure
@@ -60,6 +59,8 @@ def _wrong_bits(devices: Sequence[DeviceMeasure]) -> Iterator[DoctorFinding]:
 
 
 def _slow(devices: Sequence[DeviceMeasure]) -> Iterator[DoctorFinding]:
+    from statistics import median  # a quick preflight imports this file, and needs none
+
     fix = "compare clocks, temperature, power limit and PCIe link with the others: nvidia-smi -q"
     kinds: tuple[tuple[str, float, Callable[[DeviceMeasure], float], Callable[[float], str]], ...] = (
         ("computes", SLOW_SHARE, lambda each: each.tflops, lambda value: f"{value:.3g} TFLOP/s"),

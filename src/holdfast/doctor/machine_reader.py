@@ -10,10 +10,9 @@ import ctypes
 import os
 import re
 import subprocess
-import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.doctor.machine_state import (
     Fabric,
@@ -26,6 +25,9 @@ from holdfast.doctor.machine_state import (
     Virtual,
 )
 from holdfast.linux import read_int, read_text
+
+if TYPE_CHECKING:
+    import xml.etree.ElementTree as ET  # a start of a job with a preflight needs it only where there is no NVML
 
 ROOT = Path("/")
 SMI = ("nvidia-smi", "-q", "-x")
@@ -317,6 +319,8 @@ def read_smi(smi: Callable[[], str]) -> MachineState:
         return MachineState(source="nvidia-smi", error=f"no answer within {SMI_S_MAX:g} s")
     except (OSError, subprocess.SubprocessError):
         return MachineState()  # it is not here: nothing is known
+    import xml.etree.ElementTree as ET
+
     try:
         log = ET.fromstring(re.sub(r"<!DOCTYPE[^>]*>", "", text))
     except ET.ParseError:

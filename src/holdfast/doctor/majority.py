@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from statistics import median
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -143,6 +142,8 @@ def _usual(trait: Trait, known: Sequence[str]) -> tuple[str, str]:
     if len(known) < NODES_MIN:
         return "", ""
     if trait.measured:
+        from statistics import median  # only the coordinator's node compares
+
         numbers = [number for value in known if (number := _number(value)) is not None]
         return (f"{median(numbers):.4g}", "the median is") if numbers else ("", "")
     common, times = Counter(known).most_common(1)[0]

@@ -67,6 +67,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """The place at which it hung: the text of its stack, the most recent call last; empty: it did not hang."""
     step: int = 0
     """The steps that it has made: of the whole job if its script reports them, else since its start; 0: unknown."""
+    stepped: bool = False
+    """Whether it made a step in the generation in which it failed."""
 
     @property
     def stop_may_cause(self) -> bool:

@@ -187,6 +187,11 @@ class Board:
         reported, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
         return reported - 1 if reported else done
 
+    def stepped(self, local_rank: int) -> bool:
+        """Whether the worker has made a step since its generation began."""
+        began, present = self.job_steps(local_rank)
+        return present > began >= 0 or self.steps(local_rank) > self._before[local_rank][0]
+
     def in_group(self, local_rank: int) -> bool:
         """Whether the worker's process group was ready."""
         return self._words[layout.slot(local_rank) + layout.GROUP] != 0

@@ -543,6 +543,7 @@ class RunningGeneration:
             lived_s=round(self._loop.time() - worker.began_s, 3),
             timestamp=int(time.time()),
             step=self.board.step(worker.local_rank),
+            stepped=self.board.stepped(worker.local_rank),
             in_group=self.board.in_group(worker.local_rank),
             facts=worker.facts,
         )

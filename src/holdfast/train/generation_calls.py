@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from holdfast.protocol.errors import HoldfastError, ReplicasDifferError, TrackingError
+from holdfast.protocol.errors import HoldfastError, NoValidSnapshotError, ReplicasDifferError, TrackingError
 from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, WHY_CHARACTERS_MAX
 from holdfast.train import torch_private
 from holdfast.train.accumulation import forget_pending
@@ -226,7 +226,7 @@ class GenerationCalls:
         forgotten = isinstance(error, ValueError) and self._connection.on_nccl and not dist.is_initialized()
         if not forgotten and not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
             return False
-        if isinstance(error, (torch.OutOfMemoryError, TrackingError, ReplicasDifferError)):
+        if isinstance(error, (torch.OutOfMemoryError, TrackingError, ReplicasDifferError, NoValidSnapshotError)):
             return False
         release = self.channel.catch_up()
         if (release is None or not release.cut) and _is_of_the_group(error):

@@ -12,12 +12,13 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from holdfast.protocol.errors import (
     HoldfastError,
+    NoValidSnapshotError,
     ShardingError,
     SnapshotDamagedError,
     SnapshotError,
@@ -34,6 +35,7 @@ from holdfast.train.replicas import first_not_finite
 from holdfast.train.save import ALONE_SAVE
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.copy_service import State, is_copy
+from holdfast.train.snapshots.flush import meeting_number
 from holdfast.train.snapshots.folder import RankFile, Survey
 from holdfast.train.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
 from holdfast.train.snapshots.lease import FOLDER_ID
@@ -115,6 +117,9 @@ class Resumer:
     """The judgement of earlier lives; on rank 0."""
     _suspects: list[tuple[int, str]] = field(default_factory=list)
     """Steps of suspect states, with the reasons."""
+    _lost: dict[int, int] = field(default_factory=dict)
+    """Lives of this job of which no state in memory is whole any more, with the newest step of each; on rank 0. Their
+    savers may still wait for parts that are lost with a node."""
 
     def run(self) -> Resumed | None:
         """Load a state; None: there is nothing from which to go on. All ranks return the same, or all raise. Raises
@@ -220,6 +225,7 @@ class Resumer:
                 for owner in owners if address and address[1] else ():
                     where.setdefault(owner, tuple(address))
         offers = [{(step, attempt, save) for (step, attempt, save), _, _ in theirs} for theirs, _ in reports]
+        self._lost = _lost_lives(theirs for theirs, _ in reports)
 
         try:
             self._judged = judged(self.path, self.patience, (Key(each[0], each[1]) for each in set().union(*offers)))
@@ -331,6 +337,8 @@ class Resumer:
         while True:
             chosen = self.peers.broadcast(self._next_on_disk(passed) if self.peers.rank == 0 else None)
             self.skipped = list(chosen.get("skipped", self.skipped))
+            if chosen.get("none_valid"):
+                raise NoValidSnapshotError(chosen["error"])
             if "error" in chosen:
                 raise chosen["error"] if isinstance(chosen["error"], HoldfastError) else SnapshotError(chosen["error"])
             if not chosen["path"]:
@@ -360,7 +368,7 @@ class Resumer:
     def _next_on_disk(self, passed: set[Key]) -> dict[str, Any]:
         """The snapshot that all ranks try next: its path, empty if there is none; or an error. Rank 0 calls it."""
         try:
-            found = folders.survey(self.path)
+            found = self._survey()
             for problem in found.problems:
                 if problem.damaged and problem.key not in passed:
                     self.skipped.append(f"{problem.path.name}: {problem.error}")
@@ -370,9 +378,18 @@ class Resumer:
                 tuple(each for each in some if each.key not in passed) for some in (found.committed, found.suspects)
             ]
             chosen = folders.choose(replace(found, committed=left[0], suspects=left[1]), fresh_ok=self.fresh_ok)
+        except NoValidSnapshotError as error:
+            return {"error": str(error), "none_valid": True}
         except HoldfastError as error:
             return {"error": error if self.peers.world == 1 else str(error)}
         if chosen is None:
+            if self._lost:
+                warnings.warn(
+                    f"holdfast: parts of step {max(self._lost.values())}, which was in memory, are lost with their "
+                    "node, and the disk has no snapshot: training starts from the beginning",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
             return {"path": ""}
         for each in left[0]:
             if each.key > chosen.key and each.key not in self._passed_over:
@@ -398,7 +415,7 @@ class Resumer:
         remote = isinstance(self.path, RemotePath)
         unchanged_s = REMOTE_UNCHANGED_S if remote else UNCHANGED_S
         deadline = time.monotonic() + unchanged_s
-        while now := _unfinished(folders.survey(self.path)):
+        while now := _unfinished(self._survey()):
             if now != before:
                 before, deadline = now, time.monotonic() + unchanged_s
             elif time.monotonic() > deadline:
@@ -407,6 +424,14 @@ class Resumer:
                     break
                 deadline = time.monotonic() + unchanged_s
             time.sleep(STORE_POLL_S if remote else POLL_S)
+
+    def _survey(self) -> Survey:
+        """The content of the folder without the meeting places of lives whose states are lost: no state was written
+        there, and none will be. Raises SnapshotError."""
+        found, meetings = folders.survey(self.path), {meeting_number(each) for each in self._lost}
+        named = [(each, parse_name(each.name)) for each in found.debris]
+        left = tuple(each for each, name in named if name is None or name.key.attempt not in meetings)
+        return replace(found, debris=left)
 
     def _clear(self) -> None:
         """Delete the remains of saves that have not ended. This comes last: until a snapshot was chosen they show that
@@ -514,6 +539,19 @@ def _may_have_all_parts(state: State) -> bool:
     """Whether some of its ranks may have all of this state: they have left it when they lost another one. Whether that
     is so is seen when it is compared with what is tracked."""
     return state[2] == ALONE_SAVE
+
+
+def _lost_lives(reports: Iterable[list[Any]]) -> dict[int, int]:
+    """Lives (attempt numbers) of which no state is whole, with the newest step of each. `reports`: the states that each
+    rank's node holds in memory, each with its world and the ranks whose parts are there."""
+    here: dict[State, set[int]] = {}
+    whole: set[int] = set()
+    for (step, attempt, save), world, ranks in (state for theirs in reports for state in theirs):
+        owners = here.setdefault((step, attempt, save), set())
+        owners.update(ranks)
+        if len(owners) == world:
+            whole.add(attempt)
+    return {attempt: step for step, attempt, _ in sorted(here) if attempt not in whole}
 
 
 def _unfinished(found: Survey) -> set[tuple[Location, int]]:

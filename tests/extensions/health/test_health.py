@@ -282,7 +282,7 @@ async def test_a_device_that_fails_during_a_check_is_checked_again() -> None:
             self.checks += 1
             if self.checks == 1:
                 self._device(DeviceEvent("GPU 0", "XID 79", severe=True), time.monotonic())
-            return Preflight((), {}, {})
+            return Preflight((), {}, {}, 0.1)
 
     options = SimpleNamespace(preflight="quick", health_command="", watch_devices=True)
     node: Any = SimpleNamespace(options=options, host="a", write=lambda *_, **__: None)
@@ -291,6 +291,27 @@ async def test_a_device_that_fails_during_a_check_is_checked_again() -> None:
     for _ in range(3):
         assert await half.unfit(assign) == ""
     assert half.checks == 2
+
+
+async def test_a_check_that_began_with_the_agent_is_written_down_with_its_own_duration() -> None:
+    """It has ended when the generation is prepared: the wait for it is no duration of the check."""
+
+    class Checked(OnNode):
+        async def _look(self) -> Preflight:
+            return Preflight((), {}, {}, 0.25)
+
+    written: list[tuple[str, dict[str, Any]]] = []
+    options = SimpleNamespace(
+        preflight="quick", health_command="", watch_devices=True, job=SimpleNamespace(max_nodes=1)
+    )
+    write = lambda name, **fields: written.append((name, fields))  # noqa: E731
+    node: Any = SimpleNamespace(options=options, host="a", write=write)
+    half = Checked(node, lambda _: None)
+    assert half._begun is not None
+    await half._begun
+    assign: Any = SimpleNamespace(generation=1, group_world_size=1)
+    assert await half.unfit(assign) == ""
+    assert written == [("preflight", {"generation": 1, "seconds": 0.25, "findings": [], "fit": True})]
 
 
 def test_many_small_events_do_not_hide_a_severe_one() -> None:

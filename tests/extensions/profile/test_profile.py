@@ -34,7 +34,7 @@ def test_only_the_wanted_ranks_are_profiled_and_shown() -> None:
 @pytest.mark.parametrize(
     ("about", "text"),
     [
-        ({"ranks": [0, 7], "steps": 5}, "no rank 7 runs now; there are 2 ranks"),
+        ({"ranks": [0, 7], "steps": 5}, "rank 7: not running now; there are 2 ranks"),
         ({"steps": 5}, "no ranks are named"),
         ({"ranks": [0], "steps": 1001}, "cannot be asked like this"),
         ({"ranks": [0], "for_s": 301.0}, "cannot be asked like this"),

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from holdfast.coordinator.complaints import NOTICED
 from holdfast.protocol.outcome import Failure
-from holdfast.text import spans
+from holdfast.text import ranks_text
 
 CALL = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 DUMPED_CALL = re.compile(
@@ -151,4 +151,4 @@ def _dumped(failure: Failure) -> str:
 
 
 def _ranks(failures: Sequence[Failure]) -> str:
-    return f"rank{'s' if len(failures) > 1 else ''} {spans(each.rank for each in failures)}"
+    return ranks_text(each.rank for each in failures)

@@ -298,7 +298,6 @@ class OnNode(NodeExtension):
     async def _preflight(self, generation: int) -> str:
         from holdfast.extensions.health.preflight import unfit
 
-        began_s = time.monotonic()
         begun, self._begun = self._begun, None
         severe = 0 if begun is not None else self._severe  # that one began with the agent
         found = await (begun if begun is not None else self._look())
@@ -313,7 +312,7 @@ class OnNode(NodeExtension):
         self.node.write(
             "preflight",
             generation=generation,
-            seconds=round(time.monotonic() - began_s, 3),
+            seconds=round(found.seconds, 3),  # it may have begun before this generation did
             findings=[f"{finding.code} {finding.what}: {finding.why}" for finding in found.problems],
             fit=not stops,
         )

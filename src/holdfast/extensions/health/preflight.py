@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -60,9 +61,12 @@ class Preflight(NamedTuple):
     """What is compared with the other nodes."""
     used_bytes: dict[int, int]
     """Bytes in use on each GPU that reports them, by its index."""
+    seconds: float
+    """The duration of the checks."""
 
 
 async def check_node(options: RunOptions, host: str) -> Preflight:
+    began_s = time.monotonic()
     if options.preflight == FULL:
         facts = await _all_facts(options)
         found: Sequence[DoctorFinding] = examine(facts)
@@ -74,7 +78,8 @@ async def check_node(options: RunOptions, host: str) -> Preflight:
         facts.machine, used_gpus(facts.machine, facts.variables), speeds[0] if speeds else 0
     ) | full_traits(facts.gpu_test)
     used = {gpu.index: gpu.memory_used_bytes for gpu in facts.machine.gpus if gpu.memory_used_bytes is not None}
-    return Preflight(tuple(finding for finding in found if finding.level is not Level.PASS), traits, used)
+    problems = tuple(finding for finding in found if finding.level is not Level.PASS)
+    return Preflight(problems, traits, used, time.monotonic() - began_s)
 
 
 async def _quick_facts(options: RunOptions, host: str) -> LocalFacts:

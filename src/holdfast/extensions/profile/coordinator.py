@@ -19,7 +19,7 @@ from holdfast.extensions.profile.messages import (
 from holdfast.protocol.collecting import CollectingExtension, Collection
 from holdfast.protocol.extension import Job, NodeSeen, Order, Orders, RefuseRequest, ToNode, UserRequest
 from holdfast.protocol.policy import Note
-from holdfast.text import plural, spans
+from holdfast.text import plural, ranks_text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class AtCoordinator(CollectingExtension):
             return [RefuseRequest(request.number, "no ranks are named")]
         if missing := wanted - running:
             size = plural(self.job.world_size, "rank")
-            return [RefuseRequest(request.number, f"no rank {spans(missing)} runs now; there are {size}")]
+            return [RefuseRequest(request.number, f"{ranks_text(missing)}: not running now; there are {size}")]
         name = f"{about.name}-{next(self._count)}"
         noted = {"name": name, "ranks": sorted(wanted), "steps": about.steps, "for_s": about.for_s}
         orders: list[Order] = [Note("profile_asked", {"by": request.by, **noted})]

@@ -63,6 +63,11 @@ def rescue_attempt() -> int:
     return random.SystemRandom().randint(ATTEMPT_MIN, ATTEMPT_MAX)
 
 
+def meeting_number(attempt: int) -> int:
+    """The number of the meeting place, among attempts, of the ranks that have states of this life in memory."""
+    return attempt - MEETING_BELOW
+
+
 class StepInMemory(NamedTuple):
     """A state in a rank's memory. All ranks count their saves alike, and several saves may have one step."""
 
@@ -174,7 +179,7 @@ class PendingFlush:
 
 def _meeting_location(request: SaveRequest) -> Location:
     """The location at which rank 0 makes the meeting place: it is named by rank 0's own newest step."""
-    return attempt_location(request.folder, Key(request.step, request.attempt - MEETING_BELOW))
+    return attempt_location(request.folder, Key(request.step, meeting_number(request.attempt)))
 
 
 def _has_meeting_place(request: SaveRequest) -> bool:
@@ -183,7 +188,7 @@ def _has_meeting_place(request: SaveRequest) -> bool:
         found = disk.listed(location_of(request.folder))
     except OSError:
         return True
-    number = request.attempt - MEETING_BELOW
+    number = meeting_number(request.attempt)
     return any((named := parse_name(name)) is not None and named.key.attempt == number for name in found)
 
 
@@ -221,7 +226,7 @@ def _meeting_place(request: SaveRequest, limit: WaitLimit) -> Location:
     while True:
         for name in disk.listed(folder):
             named = parse_name(name)  # no other attempt has this number
-            if named and named.key.attempt == request.attempt - MEETING_BELOW:
+            if named and named.key.attempt == meeting_number(request.attempt):
                 return folder / name
         if limit.is_over(folder):
             raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
