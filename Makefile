@@ -10,6 +10,8 @@
 #                         that version, in an environment of its own (its registry build brings 5 GB of CUDA libraries)
 #   make test-trainers    the trainers' tests with torchtitan too, installed without most of what it depends on
 #   make test-engines     the lines of docs/engines.md, by the real torchx and Ray, in an environment of their own
+#   make test-kubernetes  manifests in a real API server, from the folder KUBEBUILDER_ASSETS or PATH, or built from Debian's source;
+#                         TEST_KUBERNETES_CRDS=folder: with JobSet's, Kubeflow's and KEDA's objects, by their CRDs
 #   make test-without-torch  the launcher's tests (the folders in tools/pythons.py) in an environment without torch: fails if one
 #                         needs it. `make check` looks at their imports alone
 #   make test-pythons     the same under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
@@ -59,7 +61,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-engines test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench gpu gpu-wheels soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
+.PHONY: demo fast test again test-engines test-kubernetes test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist release docs bench gpu gpu-wheels soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -84,6 +86,10 @@ test-without-torch:
 
 test-engines: $(VENV)/.dev .venv-engines/.ready
 	$(BIN)/python -m pytest tests/engines -q
+
+test-kubernetes: $(VENV)/.dev debian
+	@sh tools/kubernetes_server.sh
+	PATH="$$PATH:build/kubernetes/bin" $(BIN)/python -m pytest tests/kubernetes/test_k8s_server.py -q -rs
 
 test-trainers: $(VENV)/.dev
 	$(PIP) --no-deps torchtitan torch_checkpointing tyro spmd_types docstring_parser

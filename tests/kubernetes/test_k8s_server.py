@@ -20,7 +20,7 @@ import yaml
 
 from holdfast.cli import main
 from tests.kubernetes.control_plane import DEFINITIONS, ControlPlane, RefusedError, differences, program, why_not
-from tests.kubernetes.manifests import IMAGE, agent_of, job_of, jobs_in, pod_of, printed, submit
+from tests.kubernetes.manifests import IMAGE, IN_PLACE, OLDEST, job_of, jobs_in, pod_of, printed, submit
 from tests.support.limits import limit_s
 from tests.support.ports import free_port
 from tests.support.tables import tables
@@ -55,15 +55,13 @@ def needs(plane: ControlPlane, manifests: list[dict[str, Any]]) -> None:
     ]
     if missing:
         pytest.skip(f"NOT TESTED: the server has no {', '.join(missing)}; ${DEFINITIONS} names a folder of CRDs")
-    if any("restartPolicyRules" in one for one in containers(manifests)) and plane.version < (1, 35):
-        pytest.skip(f"NOT TESTED: RestartAllContainers needs Kubernetes 1.35, this is {plane.version}")
+    in_place = any("RestartAllContainers" in str(each) for each in manifests)
+    needs_version(plane, IN_PLACE if in_place else OLDEST)
 
 
-def containers(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    try:
-        return [agent_of(manifests)]
-    except AssertionError:
-        return []
+def needs_version(plane: ControlPlane, least: str) -> None:
+    if plane.version < tuple(map(int, least.split("."))):
+        pytest.skip(f"NOT TESTED: this is Kubernetes {'.'.join(map(str, plane.version))}, not {least} or newer")
 
 
 def created(plane: ControlPlane, manifests: list[dict[str, Any]]) -> None:
@@ -79,6 +77,14 @@ def created(plane: ControlPlane, manifests: list[dict[str, Any]]) -> None:
         plane.ask("DELETE", f"{path}/{stored['metadata']['name']}?gracePeriodSeconds=0&propagationPolicy=Background")
 
 
+def pod_alone(template: dict[str, Any]) -> dict[str, Any]:
+    """A pod of the template, with nothing that only this server lacks: a priority class or an account."""
+    spec = {
+        key: value for key, value in template["spec"].items() if key not in ("priorityClassName", "serviceAccountName")
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**template.get("metadata", {}), "name": "p"}, "spec": spec}
+
+
 def templates(manifests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Jobs and pods that controllers make of these custom resources: no CRD judges all of their fields."""
     for manifest in manifests:
@@ -88,9 +94,7 @@ def templates(manifests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             job["spec"].setdefault("parallelism", 2)
             yield {"apiVersion": "batch/v1", "kind": "Job", **job, "metadata": {**job.get("metadata", {}), "name": "t"}}
         for one in manifest.get("spec", {}).get("pytorchReplicaSpecs", {}).values():
-            template = copy.deepcopy(one["template"])
-            template["metadata"]["name"] = "t"
-            yield {"apiVersion": "v1", "kind": "Pod", **template}
+            yield pod_alone(one["template"])
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
@@ -99,6 +103,15 @@ def test_what_submit_prints_is_created_without_loss(plane: ControlPlane, line: t
     needs(plane, manifests)
     created(plane, manifests)
     created(plane, list(templates(manifests)))
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_the_pods_are_created_without_loss(plane: ControlPlane, line: tuple[str, ...]) -> None:
+    """Also by a server that knows the pods, and not what makes them."""
+    manifests = printed(*line)
+    if "--restart-agent" in line:
+        needs_version(plane, IN_PLACE)
+    created(plane, [pod_alone(job_of(manifests)["template"])])
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
@@ -112,6 +125,10 @@ def test_every_example_is_created_without_loss(plane: ControlPlane, file: Path) 
 def test_the_server_would_say_what_it_does_not_know(plane: ControlPlane) -> None:
     """The judge is awake: a field too many, a value that is no value, and what it drops when it is not asked to be strict."""
     service, job = printed(*LINES["plain"])
+    service["spec"]["ports"][0]["name"] = "no name of a port"
+    with pytest.raises(RefusedError, match="ports"):
+        plane.create(service, dry=True)
+    needs(plane, [job])
     pod_of([job])["nope"] = 1
     with pytest.raises(RefusedError, match="nope"):
         plane.create(job, dry=True)
@@ -127,14 +144,12 @@ def test_the_server_would_say_what_it_does_not_know(plane: ControlPlane) -> None
         pod_of([jobset])["nope"] = 1
         with pytest.raises(RefusedError, match="nope"):
             plane.create(jobset, dry=True)
-    service["spec"]["ports"][0]["name"] = "no name of a port"
-    with pytest.raises(RefusedError, match="ports"):
-        plane.create(service, dry=True)
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 def test_pods_are_allowed_by_the_standard_that_run_as_promises(plane: ControlPlane, line: tuple[str, ...]) -> None:
     """`--run-as`: "by the restricted security standard"; the server enforces it by the namespace's label."""
+    needs_version(plane, IN_PLACE if "--restart-agent" in line else OLDEST)
     words = list(line)
     if "/raid:/raid" in words:  # a folder of the machine, which the standard forbids
         at = words.index("/raid:/raid")
@@ -146,15 +161,7 @@ def test_pods_are_allowed_by_the_standard_that_run_as_promises(plane: ControlPla
         {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}},
         "application/merge-patch+json",
     )
-    template = job_of(manifests)["template"]
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {**template["metadata"], "name": "p"},
-        "spec": template["spec"],
-    }
-    pod["spec"].pop("priorityClassName", None)  # no such class here
-    pod["spec"].pop("serviceAccountName", None)  # no such account here
+    pod = pod_alone(job_of(manifests)["template"])
     plane.create(pod, namespace="empty", dry=True)
     del pod["spec"]["securityContext"]
     with pytest.raises(RefusedError, match="violates PodSecurity"):
@@ -222,6 +229,7 @@ def test_an_elastic_job_is_scaled_as_the_page_says(
     plane: ControlPlane, kubectl: Kubectl, capfd: pytest.CaptureFixture[str]
 ) -> None:
     manifests = printed(*IMAGE, "--nodes", "4:8", "--name", "llama", "train.py")
+    needs(plane, manifests)
     for manifest in manifests:
         plane.create(manifest)
     (scale,) = named('kubectl patch job llama -p \'{"spec": {"parallelism"')
