@@ -69,8 +69,8 @@ LINK_POLL_S = 5e-3
 
 
 lock_file: Callable[[int, int], None] = fcntl.lockf
-"""Locks and unlocks the file, between processes. Those that the rank has forked, as those of torch's loader, do not have
-this lock; they would have that of flock, and may live for 5 s longer than the rank."""
+"""Locks and unlocks the file, between processes. Processes that the rank has forked, as those of torch's loader, do not
+have this lock. They would have that of flock, and may live for 5 s longer than the rank."""
 
 
 class StepEntry(Enum):
