@@ -107,10 +107,15 @@ BY_CHANCE = {"MASTER_PORT", "TORCHINDUCTOR_CACHE_DIR"}
 """The second is set by torch's compiler, where something has imported it before torchrun starts its workers."""
 
 
+def _of_torchrun(variable: str) -> bool:
+    """Variables of holdfast are in a recording where torchrun has started it. They change with holdfast's versions."""
+    return variable not in BY_CHANCE and not variable.startswith("HOLDFAST_")
+
+
 def fingerprint(entry: Mapping[str, Any]) -> object:
     """What two runs of one line have in common: all but what is drawn, the order of lines and the clock."""
     probes = {
-        rank: {**kept, "env": {name: value for name, value in kept["env"].items() if name not in BY_CHANCE}}
+        rank: {**kept, "env": {name: value for name, value in kept["env"].items() if _of_torchrun(name)}}
         for rank, kept in entry["probes"].items()
     }
     text = json.dumps([entry["code"], list(entry["files"]), list(entry["folders"]), probes], sort_keys=True)
