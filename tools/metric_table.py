@@ -23,7 +23,7 @@ This page is made from `src/holdfast/extensions/metrics/exposition.py` by `make 
 JOB_HEAD = """
 ## Of the job
 
-Only the agent on the coordinator's node reports these. With etcd, or a backend of another package, no agent does.
+Only the agent on the coordinator's node reports these. With etcd, or a backend of another package, counts begin again with another coordinator.
 
 """
 # Every metric is there, whatever a scrape of a real job may lack. Only names, labels and words are read.

@@ -58,8 +58,7 @@ def folder_of(value: str, environ: Mapping[str, str]) -> str | None:
 def _temporary_folder(environ: Mapping[str, str]) -> str:
     """A folder of this user in the temporary folder. A home folder would often be on another machine: its files are
     slow to reach, and what was compiled for one node's processor may not run on another's."""
-    temporary = environ.get("TMPDIR", "")
-    return os.path.join(temporary if os.path.isdir(temporary) else "/tmp", f"{NAME}{os.geteuid()}")
+    return os.path.join(own_folders.temporary(environ), f"{NAME}{os.geteuid()}")
 
 
 def variables(folder: str, environ: Mapping[str, str]) -> dict[str, str]:

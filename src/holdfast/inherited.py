@@ -35,7 +35,8 @@ THREADS_OWN = 3
 THREADS_TRIED_MAX = 32
 """Number of threads that are tried, which takes some milliseconds. If there is room for these, but not for all workers,
 each worker that cannot be started is reported."""
-THREAD_STACK_BYTES = 64 * 1024
+THREAD_STACK_BYTES = 256 * 1024
+"""Small, since they only wait. aarch64 allows no less than 128 KiB."""
 THREADS_END_S_MAX = 0.2
 TASKS = "/proc/self/task"
 

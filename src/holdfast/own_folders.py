@@ -14,14 +14,25 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 Path = str | os.PathLike[str]
+
+TEMPORARY, TEMPORARY_VARIABLES = "/tmp", ("TMPDIR", "TEMP", "TMP")
+"""The folder for temporary files, and the variables that name another one, in Python's own order."""
 
 DEPTH_MAX = 32
 """Depth of folders that are removed: each level keeps a descriptor open. Ours have three levels."""
 NAME_TRIES_MAX = 8
 """Number of random names that are tried for a new file."""
+
+
+def temporary(environ: Mapping[str, str]) -> str:
+    """The folder for temporary files: the first existing one that a variable names, else /tmp. Not
+    `tempfile.gettempdir()`: it passes over a folder that is full or cannot be written, which users must be told, and
+    takes the current folder in the end."""
+    named = (environ.get(name, "") for name in TEMPORARY_VARIABLES)
+    return next((path for path in named if os.path.isabs(path) and os.path.isdir(path)), TEMPORARY)
 
 
 def open_folder(path: Path, dir_fd: int | None = None) -> int:

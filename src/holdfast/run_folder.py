@@ -135,8 +135,7 @@ def default_log_dir() -> str:
 
 def temporary_log_dir() -> str:
     """A folder in the temporary folder. Other users can create files there, so this user must own it."""
-    temporary = os.environ.get("TMPDIR", "")
-    folder = os.path.join(temporary if os.path.isdir(temporary) else "/tmp", f"{TEMPORARY_NAME}{os.geteuid()}")
+    folder = os.path.join(own_folders.temporary(os.environ), f"{TEMPORARY_NAME}{os.geteuid()}")
     try:
         with own_folders.private(folder, others=0o022):
             return folder

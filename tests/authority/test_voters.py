@@ -413,6 +413,18 @@ def test_a_host_that_a_user_excludes_or_readmits_is_known_to_a_successor() -> No
     assert harness.voters.charter.hosts == ()
 
 
+@pytest.mark.parametrize(("job_s", "left_s"), [(1000.0, 600.0), (1500.0, 100.0), (1700.0, 0.0), (900.0, 600.0)])
+def test_a_successor_excludes_a_host_for_the_time_that_is_left(job_s: float, left_s: float) -> None:
+    hosts = (HostRecord("n9", 0, 0, 1, 0.0, 600.0),)
+    charter = structs.replace(charter_of(1, 2, 3), hosts=hosts, hosts_job_s=1000.0)
+    harness = VotersHarness(Succession(term=3, charter=charter, job_s=job_s), own=2)
+    harness.join(2, 3)
+    (record,) = harness.voters.charter.hosts
+    assert record.excluded_s == pytest.approx(left_s)
+    assert harness.voters.charter.hosts_job_s == pytest.approx(job_s)
+    assert harness.machine.host_backoff.excludes("n9", harness.now) == (left_s > 0)
+
+
 def test_a_node_that_does_not_come_is_given_its_fence() -> None:
     harness = VotersHarness(
         Succession(2, structs.replace(charter_of(), nodes=("n1#1", "n2#1", "n3#1", "n4#1")), closed=True),

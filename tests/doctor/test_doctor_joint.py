@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec import structs
 
 from holdfast.doctor import (
     DoctorFinding,
@@ -97,6 +98,22 @@ async def test_nobody_there_is_refused_and_no_address_is_unreachable(free_port) 
     assert (link.reached, link.error) == (Reached.REFUSED, "connection refused")
     link = await probe.probe(Peer("b", "b", "not an address", 1), 1, KEY, transfer_s=0.0)
     assert link.reached is Reached.UNREACHABLE
+    assert link.error == "this node does not know the name not an address"
+
+
+async def test_a_peer_is_reached_by_its_name() -> None:
+    """Its --local-addr may be one."""
+    async with listening() as peer:
+        link = await probe.probe(structs.replace(peer, address="localhost"), 1, KEY, transfer_s=0.0)
+        assert (link.reached, link.address) == (Reached.YES, f"localhost:{peer.port}")
+
+
+async def test_all_nodes_of_a_check_are_reached_by_their_names(free_port) -> None:
+    what = asked(free_port(), local_addr="localhost")
+    for each in await asyncio.gather(*(check(what) for _ in range(2))):
+        assert each.check is not None
+        links = [link for report in each.check.reports if report is not None for link in report.links]
+        assert [link.reached for link in links] == [Reached.YES, Reached.YES]
 
 
 async def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,11 @@ class Generation:
         return min(worker.born_s for worker in self.workers.values())
 
     @property
+    def began_s(self) -> float:
+        """When the first of its workers began its script. A standby may have been born before it was needed."""
+        return min(worker.first_s for worker in self.workers.values())
+
+    @property
     def complete(self) -> bool:
         return {worker.rank for worker in self.workers.values()} == set(range(self.world))
 
@@ -219,11 +224,11 @@ class JobAgents:
         worker.last_s = now
 
     def trains(self, numbers: Iterable[int], since_s: float = 0.0, limit_s: float = WAIT_S) -> Generation:
-        """Wait for a generation of exactly these nodes, born after `since_s`, whose ranks are all at work."""
+        """Wait for a generation of exactly these nodes whose ranks are all at work, and began after `since_s`."""
         wanted = {f"node{number}" for number in numbers}
 
         def find() -> Generation | None:
-            fitting = [each for each in self.generations if each.hosts == wanted and each.born_s >= since_s]
+            fitting = [each for each in self.generations if each.hosts == wanted and each.began_s > since_s]
             return next((each for each in fitting if each.complete), None)
 
         generation: Generation = until(find, lambda: f"{sorted(wanted)} to train\n{self.story()}", limit_s)

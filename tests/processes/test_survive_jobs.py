@@ -91,6 +91,18 @@ def test_the_others_go_on_and_a_replacement_joins(job_folder: JobFolder) -> None
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+def test_a_rank_that_is_lost_while_the_others_wait_for_it_in_the_next_world_keeps_nobody(job_folder: JobFolder) -> None:
+    """Rank 2 waits in init_process_group, whose limit is 30 minutes, for rank 1: all are started again at once."""
+    faults = [[0, "backward", 20, "kill"], [1, "join", 2, "kill"]]
+    agent = trained(job_folder, "--max-restarts", "2", faults=faults)
+    assert "rank 0 failed on" in agent.text
+    assert "the others cannot go on: a second loss while regrouping" in agent.text
+    assert len(list(agent.folder.glob("attempt_*"))) == 2
+    found = ends(job_folder)
+    assert [each["worlds"] for each in found] == [[3]] * WORLD, agent.text
+    assert len({each["parameters"] for each in found}) == 1
+
+
 def test_a_second_training_function_goes_on_too(job_folder: JobFolder) -> None:
     """The first one ends at step 16."""
     case = {"epochs": 1, "more": 1, "faults": [[1, "backward", 20, "kill"], [0, "begin", 25, "wait"]]}

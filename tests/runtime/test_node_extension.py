@@ -96,11 +96,14 @@ class Agent:
         self.sent: list[Any] = []
         self.faults: list[tuple[str, str]] = []
         node: Any = PretendNode()
-        options: Any = None
         self.extensions = NodeExtensions(
             [self.listed], node, self.sent.append, lambda what, error: self.faults.append((what, str(error)))
         )
-        self.extensions.begin(options)
+
+    async def begin(self) -> Agent:
+        options: Any = None
+        await self.extensions.begin(options)
+        return self
 
 
 def packed(message: Word) -> bytes:
@@ -132,16 +135,16 @@ async def pass_all(extensions: NodeExtensions) -> dict[str, str]:
 
 
 async def test_only_an_extension_that_begins_with_the_agent_is_made_before_it_is_asked() -> None:
-    late, early = Agent(), Agent(begins=True)
+    late, early = await Agent().begin(), await Agent(begins=True).begin()
     assert [await pass_all(agent.extensions) for agent in (late, early)] == [{}, {"ECHO": "3.1"}]
     assert late.listed.made is None
     assert early.listed.made is not None
     assert early.listed.made.events == [WorkersGone(), SupervisorReplaced(), "closed", "reported"]
 
 
-def test_an_extension_that_cannot_do_what_the_options_ask_for_refuses_the_start() -> None:
+async def test_an_extension_that_cannot_do_what_the_options_ask_for_refuses_the_start() -> None:
     with pytest.raises(PortInUseError):
-        Agent(begins=True, refuses=True)
+        await Agent(begins=True, refuses=True).begin()
 
 
 def test_an_extension_that_refuses_later_ends_no_job() -> None:
@@ -157,7 +160,7 @@ async def test_it_answers_alone_what_it_can() -> None:
 
 
 async def test_a_fault_of_it_goes_to_the_journal() -> None:
-    agent = Agent(begins=True)
+    agent = await Agent(begins=True).begin()
     assert agent.listed.made is not None
     agent.listed.made.broken = True
     agent.extensions.heard(Extended("echo", packed(Word("hello"))))
@@ -166,8 +169,8 @@ async def test_a_fault_of_it_goes_to_the_journal() -> None:
     assert agent.faults == [("echo", "the test broke it")] * 7
 
 
-def test_a_message_that_is_too_large_is_not_sent() -> None:
-    agent = Agent(begins=True)
+async def test_a_message_that_is_too_large_is_not_sent() -> None:
+    agent = await Agent(begins=True).begin()
     assert agent.listed.made is not None
     with pytest.raises(ProtocolError, match="does not fit into a frame"):
         agent.listed.made.send(Word("x" * (EXTENDED_BYTES_MAX + 1)))

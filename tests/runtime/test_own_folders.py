@@ -234,3 +234,12 @@ def test_what_a_writer_notes_in_a_shared_snapshot_folder_follows_no_link(tmp_pat
     written.check(lambda: None)
     written.close()
     assert is_whole(precious)
+
+
+def test_the_folder_for_temporary_files_is_the_first_one_that_exists(tmp_path: Path) -> None:
+    def found(**environ: str) -> str:
+        return own_folders.temporary(environ)
+
+    there = str(tmp_path)
+    assert found(TMPDIR=there, TMP="/") == found(TMPDIR=f"{there}/missing", TEMP=there) == found(TMP=there) == there
+    assert found() == found(TMPDIR="") == found(TMPDIR=".") == "/tmp"

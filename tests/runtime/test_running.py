@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast import own_folders
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
 from holdfast.runtime import running
 from holdfast.runtime.running import RunningAgent
@@ -247,7 +248,7 @@ def test_a_name_that_somebody_else_took_hides_no_job(
     monkeypatch.delenv("HOLDFAST_RUNTIME_DIR")
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(running, "TEMPORARY", str(tmp_path))
+    monkeypatch.setattr(own_folders, "TEMPORARY", str(tmp_path))
     foreign = tmp_path / f"holdfast-{os.geteuid()}"
     foreign.mkdir()
     foreign.chmod(0o777)

@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.protocol.options import LogOptions, Std, StreamChoice
 from holdfast.supervisor import console as console_module
-from holdfast.supervisor.console import ERASE, Console
+from holdfast.supervisor.console import ERASE, Console, Terminal, TerminalPump
 from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
 from holdfast.supervisor.log_spool import WorkerStreams
 from tests.support.limits import limit_s, until
@@ -244,6 +244,25 @@ def run(screen: Screen, code: str) -> WorkerStreams:
 def comes(file: Path, expected: bytes) -> None:
     """The output is moved to the file by a thread, some milliseconds after the screen has it."""
     until(lambda: file.read_bytes() == expected, lambda: f"{file.read_bytes()[-200:]!r} is not all of it")
+
+
+def test_a_worker_that_prints_without_pause_leaves_the_other_terminals_their_turn(tmp_path: Path) -> None:
+    paths = [tmp_path / "endless", tmp_path / "other"]
+    model = os.open("/dev/null", os.O_RDONLY)
+    endless, other = (Terminal(model, os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)) for path in paths)
+    os.close(model)
+    os.close(endless.file_fd)
+    os.close(endless.master_fd)
+    endless.file_fd, endless.master_fd = os.open("/dev/null", os.O_WRONLY), os.open("/dev/zero", os.O_RDONLY)
+    pump = TerminalPump()
+    pump.add([endless, other])
+    try:
+        os.write(other.worker_fd, b"one line\n")
+        comes(paths[1], b"one line\n")
+    finally:
+        pump.close()
+        for each in (endless, other):
+            os.close(each.worker_fd)
 
 
 def test_a_worker_sees_a_terminal_and_its_size(screen: Screen) -> None:

@@ -138,3 +138,13 @@ def test_what_does_not_die_is_reported_after_the_limit() -> None:
 def test_a_process_that_never_was_is_not_alive() -> None:
     assert not processes.is_alive(2**22 + 1)
     assert processes.descendants(2**22 + 1) == []
+
+
+def test_a_kernel_that_does_not_say_where_the_command_line_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As qemu-user's: it has the first fields only. The process keeps the line that it has."""
+    line = Path("/proc/self/cmdline").read_bytes()
+    stat = processes.process_stat("self")
+    assert stat is not None
+    monkeypatch.setattr(processes, "process_stat", lambda _: stat._replace(fields=stat.fields[:41]))
+    processes.set_command_line(b"another")
+    assert Path("/proc/self/cmdline").read_bytes() == line

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import JobFolder, is_alive
+from tests.processes.conftest import Agent, JobFolder, is_alive
 from tests.support.limits import limit_s, until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "shared_directory.py"
 LOCAL = ("--local-addr", "127.0.0.1")
-LEASE_S = round(limit_s(1))
+LEASE_S = min(60, round(limit_s(1)))  # the longest that there is
 SHORT = ("--rdzv-conf", f"lease_ttl={LEASE_S},lease={0.75 * LEASE_S:g},settle={0.5 * LEASE_S:g}")
 
 GOOD = """
@@ -192,6 +194,28 @@ def test_when_the_node_in_charge_dies_another_takes_over(job_folder: JobFolder, 
     job_folder.wait(1, "up", world=1)
     assert other.end() == 0
     job_folder.all_gone()
+
+
+def test_the_node_in_charge_serves_the_metrics_of_the_job(job_folder: JobFolder, share: Path) -> None:
+    script = job_folder.script("meet(); hold()")
+    agents = [job_folder.start(*at(share, "--nnodes=1:2", "--metrics=0", *SHORT), script) for _ in range(2)]
+    job_folder.wait(2, "up", world=2)
+    until(lambda: sorted(nodes_in_metrics(agent) for agent in agents) == [0, 2], lambda: agents[0].text)
+    chief, other = agents if agents[0].events("elected") else reversed(agents)
+    assert (nodes_in_metrics(chief), nodes_in_metrics(other)) == (2, 0)
+    chief.signal(9)
+    until(lambda: nodes_in_metrics(other) == 1, lambda: other.text)
+    other.signal(15)
+    other.end()
+    job_folder.all_gone()
+
+
+def nodes_in_metrics(agent: Agent) -> int:
+    """The number of the job's nodes in this agent's metrics; 0: it serves none of the job."""
+    (serving,) = until(lambda: agent.events("serving"), lambda: agent.text)
+    with urllib.request.urlopen(f"http://{serving['address']}/metrics", timeout=limit_s(20)) as answer:
+        text = answer.read().decode()
+    return sum(int(float(number)) for number in re.findall(r"^holdfast_job_nodes\{.*\} (\S+)$", text, re.MULTILINE))
 
 
 def test_a_dead_jobs_value_is_taken_after_a_lease(job_folder: JobFolder, share: Path) -> None:

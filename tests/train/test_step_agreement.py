@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import threading
@@ -41,7 +42,9 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    # The ranks are threads here, which the locks of processes do not keep apart.
+    monkeypatch.setattr(step_agreement, "lock_file", fcntl.flock)
     with contextlib.closing(World(tmp_path)) as made:
         yield made
 
@@ -108,3 +111,27 @@ def test_a_rank_killed_with_the_lock_holds_nobody_up(world: World) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert results(*waiting) == [StepEntry.DONE] * 2
+
+
+def test_a_lock_does_not_outlive_its_rank_in_a_process_that_the_rank_has_forked(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    own = StepAgreement(str(tmp_path / "steps"), 0, 2)
+    heard, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with StepAgreement(str(tmp_path / "steps"), 1, 2)._locked():
+            if child := os.fork():
+                os.write(told, str(child).encode())
+            signal.pause()
+    child = int(os.read(heard, 32))
+    try:
+        with pytest.raises(BlockingIOError):
+            step_agreement.lock_file(own._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        step_agreement.lock_file(own._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    own.end(lost=True)
+    os.close(heard)
+    os.close(told)

@@ -380,6 +380,23 @@ def test_no_step_is_lost_where_each_part_has_a_living_replica(
     same_training(ends, reference)
 
 
+def test_a_memory_slot_that_was_added_for_a_loss_in_a_save_is_removed_again(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rank is killed when it has copied the state of step 6: for the others, that of step 3 is the newest that is
+    whole, so that of step 5, which they leave alone, needs a slot of its own."""
+    monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
+    case = {"world": FOUR, "kind": "hsdp", "nothing of its own": True, "slots": True}
+    agent, ends = with_replacements(jobs, tmp_path / "lost", SCRIPT, [(1, "save", 5)], **case)
+    assert lost_steps(agent) == {2: 0}
+    for local_rank, end in zip(FOUR, ends, strict=True):
+        usual, added = [[f"{local_rank}.{number}" for number in range(count)] for count in (2, 3)]
+        assert end["slots"][-1] == usual
+        assert (added in end["slots"]) is (local_rank != 1), "those that were there have needed it"
+
+
 def test_no_step_is_lost_if_one_replica_has_its_gradients_and_others_do_not(
     jobs: WarmJobs,  # noqa: F811
     tmp_path: Path,

@@ -18,6 +18,7 @@ from holdfast.train.loss_watch import BAD_STEPS_MAX, SKIPPED_STEPS_MAX, LossWatc
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.changes import Keep
 from holdfast.train.snapshots.in_process import InProcessStaging
+from tests.support.limits import until
 from tests.train.conftest import SCRIPTS, damage
 from tests.warm import Warm
 
@@ -121,6 +122,14 @@ class Run:
             self.optimizer.zero_grad()
             self.snaps.step(**({"loss": loss} if told else {}))
 
+    def await_written(self) -> None:
+        def is_written() -> bool:
+            assert self.snaps._saving is not None
+            self.snaps._saving.gather_errors()
+            return not self.snaps._saving.busy
+
+        until(is_written, "the saver has written")
+
 
 def committed(folder: Path) -> dict[int, bool | None]:
     return {each.step: each.manifest.finite for each in folders.survey(folder).committed}
@@ -195,26 +204,56 @@ def test_with_stop_a_value_that_is_not_finite_ends_the_job_and_is_not_saved(tmp_
     assert committed(tmp_path) == {2: True}
 
 
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("how", ["step", "close"])
+def test_with_stop_the_next_save_and_the_end_raise(tmp_path: Path, how: str) -> None:
+    """The script does not wait for the save in which the value is found."""
+    run = Run(tmp_path, every="2 steps", memory_every=1, options=ht.SnapshotOptions(nonfinite="stop"))
+    run.steps(3, told=False)
+    run.await_written()
+    run.steps(1, poison=True, told=False)
+    said = r"(model\.weight|optimizer\.state\.weight\.exp_avg) of rank 0 has values that are not finite after step 4\n"
+    if how == "step":
+        run.await_written()
+    with pytest.raises(NotFiniteError, match=said):
+        run.steps(1, told=False) if how == "step" else run.snaps.close()
+    run.snaps._abandon()
+    assert committed(tmp_path) == {2: True}
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_search_includes_what_training_has_begun_to_change(tmp_path: Path) -> None:
+    """A layer that is frozen at first, as in a gradual unfreezing."""
+    run = Run(tmp_path)
+    run.model.frozen.requires_grad_(True)
+    run.steps(1)
+    with pytest.warns(RuntimeWarning, match=r"model\.frozen of rank 0 has values that are not finite after step 1"):
+        run.snaps.save(wait=True)
+    run.snaps.close()
+
+
 def test_an_unknown_reaction_is_refused() -> None:
     with pytest.raises(IntervalError, match="nonfinite='ignore'"):
         ht.SnapshotOptions(nonfinite="ignore")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("action", ["report", "stop"])
+@pytest.mark.parametrize("action", ["report", "stop", "stop at the end"])
 def test_the_first_rank_is_named_with_tensor_and_step(warm: Warm, tmp_path: Path, action: str) -> None:
-    """A shard of rank 1, in memory after each step, and on the disk after every second one."""
+    """A shard of rank 1, in memory after each step, and on the disk after every second one. The savers find it while they
+    write step 4; after step 5 all ranks know."""
     found = warm.found(SCRIPT, "poisoned", str(tmp_path), action)
     text = "model.first.weight of rank 1 has values that are not finite after step 4"
     said = found["said"]
-    if action == "stop":
-        assert all(each.startswith(f"HF412 {text}") for each in said)
+    if action.startswith("stop"):
+        assert [each.startswith(f"HF412 {text}") for each in said] == [True, action == "stop", action == "stop"]
         assert [4, False] not in found["finite"]
     else:
         assert text in said[0]
         assert said[1:] == ["", ""]
         assert [4, False] in found["finite"]
-    # Step 4 has taken the slot of step 3, if step 2 was still being written.
-    assert found["resumed"] in ([3, 3, 3], [2, 2, 2]), "the newest state whose values are finite"
+    # Step 4 has taken the slot of step 3 if step 2 was still being written, and step 5 takes it otherwise.
+    assert found["resumed"] in ([2, 2, 2], [3, 3, 3]), "the newest state whose values are finite"
+    assert found["resumed"] == [2, 2, 2] or action == "stop at the end"
 
 
 @pytest.mark.usefixtures("plain")

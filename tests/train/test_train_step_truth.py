@@ -132,6 +132,11 @@ def test_all_ranks_count_again_in_another_world() -> None:
         assert pending.at_step() is WherePending.HERE
 
 
+def test_gradients_that_fsdp_keeps_beside_its_parameters_are_pending(warm: Warm, tmp_path: Path) -> None:
+    """Three batches make an optimizer step, added up by hand: `.grad` is None until the third."""
+    assert warm.found(PENDING_RANKS.with_name("replica_ranks.py"), "accumulated", str(tmp_path)) == [[3, 6], [3, 6]]
+
+
 @pytest.fixture(scope="module")
 def pending_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What was said, and saved, in jobs whose ranks complete their steps at different calls."""

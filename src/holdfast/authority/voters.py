@@ -98,8 +98,9 @@ class Voters:
         """Witnesses that know a newer coordinator and have never confirmed this one: they remember another job."""
         self._reseat = False
         """The members have changed, and perhaps the voters should."""
-        self._hosts: tuple[int, tuple[HostRecord, ...]] = (0, ())
-        """The hosts' records of the newest charter, and the number of changes at which they were made."""
+        self._hosts: tuple[int, tuple[HostRecord, ...], float] = (0, (), 0.0)
+        """The hosts' records of the newest charter: the number of changes and the job's age (s) at which they were
+        made are beside them."""
         self._written: tuple[object, ...] = ()
         """What the newest charter was made of."""
         self._due_s = -inf
@@ -447,7 +448,7 @@ class Voters:
         """The charter that this state asks for. Position and voters are added by `Charters`."""
         budget, hosts = self._facts.budget, self._facts.host_backoff
         if hosts.changes != self._hosts[0]:
-            self._hosts = hosts.changes, hosts.records(now)
+            self._hosts = hosts.changes, hosts.records(now), self._facts.job_s(now)
         world, before = self._facts.world, self.charter
         nodes, listeners, sizes = before.nodes, before.listeners, before.sizes
         if world is not None:
@@ -464,6 +465,7 @@ class Voters:
             identical=budget.identical,
             signature=budget.last_signature,
             hosts=self._hosts[1],
+            hosts_job_s=self._hosts[2],
             outcome=self._facts.outcome,
             leader=self._charters.name,
             job_uid=self._facts.job_uid,

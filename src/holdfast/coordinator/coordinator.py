@@ -397,7 +397,7 @@ class Coordinator:
             case Inherited(charter, term):
                 number, generation = charter.position.number, charter.generation
                 self._note("recalled", number=number, term=term, generation=generation)
-                self._inherit(now, charter)
+                self._inherit(now, charter, 0.0)  # nobody knows how old it is
                 self._abandon(self.previous.heard_of(generation))
             case NodeEnded():
                 self._abandon(self.previous.end())
@@ -940,7 +940,7 @@ class Coordinator:
             return
         charter = before.charter
         if charter is not None:
-            self._inherit(now, charter)
+            self._inherit(now, charter, max(0.0, before.job_s - charter.hosts_job_s))
             self._job_began_s = now - before.job_s
             self._training.take_over(before.training_s)
             self.job_uid = charter.job_uid
@@ -952,12 +952,12 @@ class Coordinator:
         if charter is not None and charter.outcome is not None:
             self._finish(charter.outcome)
 
-    def _inherit(self, now: float, charter: Charter) -> None:
-        """Continue the counts of an earlier coordinator."""
+    def _inherit(self, now: float, charter: Charter, hosts_age_s: float) -> None:
+        """Continue the counts of an earlier coordinator. `hosts_age_s`: the age of what it knew of hosts."""
         budget = self.budget
         budget.used, budget.streak = charter.restarts, charter.streak
         budget.identical, budget.last_signature = charter.identical, charter.signature
-        self.host_backoff.take_over(charter.hosts, now)
+        self.host_backoff.take_over(charter.hosts, now, hosts_age_s)
 
     def _wait_for_fence(self, fenced_at_s: float) -> None:
         """Workers of an earlier coordinator may be alive until then: form nothing before."""

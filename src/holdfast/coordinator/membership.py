@@ -300,12 +300,14 @@ class HostBackoff:
             for host, r in list(self._records.items())[-HOSTS_MAX:]
         )
 
-    def take_over(self, records: Iterable[HostRecord], now: float) -> None:
-        """Take the hosts that a coordinator before this one knew."""
+    def take_over(self, records: Iterable[HostRecord], now: float, age_s: float) -> None:
+        """Take the hosts that a coordinator before this one knew. `age_s`: the age of these records."""
         for each in records:
             record = _Record(each.strikes, each.blames, each.exclusions, each.stay_s)
             # A charter has durations: the clocks of two coordinators cannot be compared.
-            record.excluded_until_s = now + each.excluded_s if each.excluded_s else 0.0
+            # Without its age one of 600 s lasted 600 s again
+            # (test_a_successor_excludes_a_host_for_the_time_that_is_left).
+            record.excluded_until_s = now + each.excluded_s - age_s if each.excluded_s > age_s else 0.0
             self._records[each.host] = record
             # Else the charter of this coordinator had no hosts, and the next one forgot them
             # (test_hosts_on_back_off_are_known_to_the_successor_of_a_successor).

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import structs
 
+from holdfast import own_folders
 from holdfast.detached import run_detached
 from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
 from holdfast.doctor.machine_reader import read_machine
@@ -91,15 +92,6 @@ def interfaces() -> tuple[Interface, ...]:
 def ephemeral_ports(root: Path = ROOT) -> tuple[int, int] | None:
     words = read_text(root / "proc/sys/net/ipv4/ip_local_port_range").split()
     return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(str.isdecimal, words)) else None
-
-
-def temporary_folder(environ: Mapping[str, str]) -> str:
-    """The folder in which programs put temporary files. Not `tempfile.gettempdir()`: it passes over a folder that is
-    full or cannot be written, and that is what is to be found out."""
-    return next((environ[name] for name in TEMPORARY if environ.get(name)), "/tmp")
-
-
-TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 
 
 def folder_facts(path: str) -> Folder:
@@ -216,7 +208,7 @@ class FactsRequest(NamedTuple):
 async def gather_facts(asked: FactsRequest) -> LocalFacts:
     """Gather all facts. Never raises because of a faulty machine, and ends within the longest of its time limits."""
     host = socket.gethostname()
-    paths = [path for path in (asked.log_dir, temporary_folder(asked.environ)) if path]
+    paths = [path for path in (asked.log_dir, own_folders.temporary(asked.environ)) if path]
     began = time.monotonic()
 
     async def own_name() -> tuple[tuple[str, ...], str, float]:

@@ -14,8 +14,10 @@ in time. Only a client that knows the key of this check gets an answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hmac
+import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,9 +29,11 @@ from msgspec.structs import replace
 
 from holdfast.doctor import NodePath, Reached, Reduced
 from holdfast.doctor.facts import ERROR_CHARS_MAX, addresses_of, end, last_json
+from holdfast.protocol.errors import UnresolvedHostError
+from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import Port
 from holdfast.protocol.train_contract import CHECKUP
-from holdfast.runtime.connection import connect, numeric, why
+from holdfast.runtime.connection import connect, resolved, why
 from holdfast.supervisor.attached import attached
 
 MAGIC, KEY_BYTES = b"HFDOCTOR", 16
@@ -165,7 +169,9 @@ async def probe(
     shown = f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
     path = NodePath(to=index, reached=Reached.UNREACHABLE, address=shown)
     try:
-        sock = await connect(*numeric(peer.address, peer.port), CONNECT_S_MAX)
+        sock = await _connected(peer)
+    except UnresolvedHostError:
+        return replace(path, error=f"this node does not know the name {peer.address}")
     except TimeoutError as error:
         return replace(path, reached=Reached.SILENT, error=why(error))
     except ConnectionRefusedError as error:
@@ -186,6 +192,17 @@ async def probe(
         return replace(path, reached=Reached.BROKEN, error=why(error))
     finally:
         writer.transport.abort()
+
+
+async def _connected(peer: Peer) -> socket.socket:
+    """Connect to the first of its addresses that answers: --local-addr may be a name, which each node looks up, as
+    ranks do with MASTER_ADDR. Raises UnresolvedHostError, and OSError for the last one."""
+    async with asyncio.timeout(CONNECT_S_MAX):
+        *others, last = await resolved(Endpoint(host=peer.address, port=peer.port))
+    for place in others:
+        with contextlib.suppress(OSError):
+            return await connect(*place, CONNECT_S_MAX)
+    return await connect(*last, CONNECT_S_MAX)
 
 
 async def _examine(

@@ -66,7 +66,7 @@ class HostRecord(Struct, frozen=True, array_like=True):
     exclusions: Count
     stay_s: Seconds
     excluded_s: Seconds
-    """Time for which it is still excluded (s)."""
+    """Time for which it is still excluded (s), at the time of `Charter.hosts_job_s`."""
 
 
 class Charter(Struct, frozen=True, array_like=True):
@@ -103,6 +103,8 @@ class Charter(Struct, frozen=True, array_like=True):
     short_lease_s: Seconds = 0.0
     """Time after the last answer of a coordinator from which all workers of that generation are suspended (s); 0: not
     all of them are."""
+    hosts_job_s: Seconds = 0.0
+    """Age of the job (s) when `hosts` were written: what is left of an exclusion is less when they are read."""
 
     @property
     def seats(self) -> tuple[Seat, ...]:

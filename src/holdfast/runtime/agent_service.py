@@ -163,7 +163,7 @@ async def _run_job(
     try:
         service = AgentService(options, supervisor, judge, folder, console, router, journal, host, load, extensions)
         try:
-            service.begin()
+            await service.begin()
             outcome = await _outcome(service, journal, folder)
             if signal.SIGINT not in supervisor.ignored and (task := asyncio.current_task()) is not None:
                 # Python's own KeyboardInterrupt is lost where it meets an import or a finalizer.
@@ -288,7 +288,7 @@ class AgentService:
         self._dialing: asyncio.Task[None] | None = None
         self._troubles = Troubles(console.say, self._loop.time)
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Begin the journal, and the extensions that are there from the start. Raises the HoldfastError of one that
         cannot do what the options ask for: nothing was started then."""
         options = self._options
@@ -296,7 +296,7 @@ class AgentService:
             "begins", member=self._node.member, run_id=options.job.run_id, endpoint=options.meeting_point
         )
         try:
-            self.extensions.begin(options)
+            await self.extensions.begin(options)
         except HoldfastError as error:
             refused = Outcome(kind=OutcomeKind.REFUSED, exit_code=error.exit_code, code=error.code, message=str(error))
             _write_end(self._journal, refused)
@@ -372,8 +372,8 @@ class AgentService:
         return ended.result() if ended.done() and not ended.cancelled() and ended.exception() is None else None
 
     def view(self) -> JobView | None:
-        """The coordinator's view of the job; None: it does not run here."""
-        coordinator = self._rendezvous.coordinator
+        """The coordinator's view of the job; None: it does not lead here."""
+        coordinator = self._rendezvous.leading
         return coordinator.machine.view(self._loop.time()) if coordinator is not None else None
 
     # ---------------------------------------------------------------- events

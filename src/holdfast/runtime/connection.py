@@ -309,7 +309,7 @@ async def dial_endpoint(
       UnresolvedHostError           the name does not resolve (yet); try again
     """
     errors: list[HoldfastError] = []
-    for family, address in await _resolve(endpoint):
+    for family, address in await resolved(endpoint):
         try:
             return await _dial_address(family, address, endpoint, session(), handshake_s_max)
         except (CoordinatorUnreachableError, PortInUseError) as error:
@@ -321,8 +321,9 @@ async def dial_endpoint(
     raise CoordinatorUnreachableError(f"no coordinator at {endpoint}: {'; '.join(map(str, errors))}")
 
 
-async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
-    """Families and socket addresses to try. Numeric addresses and localhost need no thread."""
+async def resolved(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
+    """Families and socket addresses to try. Numeric addresses and localhost need no thread. Raises
+    UnresolvedHostError."""
     host, port = endpoint.host, endpoint.port
     if host == "localhost":
         return [numeric("127.0.0.1", port), numeric("::1", port)]
@@ -409,7 +410,7 @@ async def connect(family: int, address: tuple[Any, ...], limit_s: float = CONNEC
 
 async def nobody_listens(endpoint: Endpoint, limit_s: float) -> bool:
     """Whether the endpoint's machine answers that no process listens there. False: one does, or nothing answers."""
-    places = await _resolve(endpoint)
+    places = await resolved(endpoint)
     for family, address in places:
         try:
             (await connect(family, address, limit_s)).close()

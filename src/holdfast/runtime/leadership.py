@@ -331,6 +331,11 @@ class ElectedClient:
         self._was_linked = False
         """This node has had a link to some coordinator: the command line and the storage are valid."""
 
+    @property
+    def leading(self) -> ElectedService | None:
+        """The coordinator here, while this process surely has the lease: another one may lead afterwards."""
+        return self._service if self._lease_holder is not None and self._lease_holder.fresh() else None
+
     async def connect(self, node: NodeSpec) -> CoordinatorLink:
         """Make one attempt. Raises HoldfastError; once the job was reached, a refusal by the storage is no reason to
         end."""

@@ -271,6 +271,11 @@ class NodeExtension:
         self.node = node
         self.send = send
 
+    async def begin(self) -> None:
+        """Do what may wait, of that which an agent needs before it starts: a constructor must not, since it runs in the
+        agent's event loop. Called once for an extension that is there from the start. Raises the HoldfastError of one
+        that cannot do what the options ask for."""
+
     def heard(self, message: Any) -> None:
         """Handle a message of its half at the coordinator."""
 
@@ -343,17 +348,19 @@ class NodeExtensions:
         """The halves on this node that were made, by name; None: the extension has none, or its making failed."""
         self._decoders: dict[str, msgspec.msgpack.Decoder[object]] = {}
 
-    def begin(self, options: RunOptions) -> None:
+    async def begin(self, options: RunOptions) -> None:
         """Make those that have something to do from the start. Raises the HoldfastError of one that cannot do what the
         options ask for: this agent must not start then. Call `reported` in any case."""
         for name, each in self._registered.items():
             if each.begins(options) and name not in self._made:
                 self._made[name] = None
                 try:
-                    self._make(name)
+                    if (made := self._make(name)) is not None:
+                        await made.begin()
                 except HoldfastError:
                     raise
                 except Exception as error:  # noqa: BLE001 - as in _guarded
+                    self._made[name] = None
                     self._fault(name, error)
 
     def heard(self, message: Extended) -> None:
@@ -422,11 +429,13 @@ class NodeExtensions:
             self._guarded(name, lambda: self._make(name))
         return self._made[name]
 
-    def _make(self, name: str) -> None:
+    def _make(self, name: str) -> NodeExtension | None:
         def send(message: msgspec.Struct) -> None:
             self._send(Extended(name, codec.encode_extended(message)))
 
-        self._made[name] = self._registered[name].node(self._node, send)
+        made = self._registered[name].node(self._node, send)
+        self._made[name] = made
+        return made
 
     def _guarded(self, name: str, call: Callable[[], object]) -> None:
         """Call an extension. A fault in it goes to the journal and ends no job."""

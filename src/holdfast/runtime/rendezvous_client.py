@@ -68,6 +68,11 @@ class RendezvousClient:
         it."""
         return self._hosted if self._succeeding is None else self._succeeding.service
 
+    @property
+    def leading(self) -> CoordinatorService | None:
+        """The coordinator in this process, also one that was elected through a storage, while it leads."""
+        return self.coordinator or (None if self._elected is None else self._elected.leading)
+
     async def connect(self, node: NodeSpec) -> CoordinatorLink | DialFailed:
         """Make one attempt. The caller has to start the link. A DialFailed says whether another attempt can help."""
         try:

@@ -43,7 +43,6 @@ FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
 """The variable that names the private folder, for machines on which none of the usual places outlives a login."""
 SUN_PATH_BYTES_MAX = 107
 """The maximal length of a Unix socket's address; longer paths are reached through their folder's descriptor."""
-TEMPORARY = "/tmp"
 PROBE_S = 1.0
 MISSING = (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR)
 """Errors of connect(2) that mean that no process has this socket open, as far as this process can see."""
@@ -91,7 +90,7 @@ def folders(uid: int | None = None) -> list[str]:
     found = [os.path.join(runtime, "holdfast")] if os.path.isabs(runtime) and _owner(runtime) == uid else []
     if not runtime and _owner(f"/run/user/{uid}") == uid:
         found.append(f"/run/user/{uid}/holdfast")
-    for base in dict.fromkeys((os.environ.get("TMPDIR", ""), TEMPORARY)):
+    for base in dict.fromkeys((own_folders.temporary(os.environ), own_folders.TEMPORARY)):
         if os.path.isabs(base):
             found += [os.path.join(base, f"holdfast-{uid}"), *_substitutes(base, uid)]
     return found

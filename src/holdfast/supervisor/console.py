@@ -325,6 +325,8 @@ class Console:
 
 
 COPY_BYTES_MAX = 65_536
+READS_MAX = 16
+"""Number of reads of one terminal after which the others have their turn."""
 HANGUP_S_MAX = 0.5
 """Time after the end of the workers for which we still read their terminal (s): a process that they have left behind
 may keep it open."""
@@ -363,15 +365,19 @@ class Terminal:
             pass
 
     def copy(self) -> bool:
-        """Copy the available bytes into the file; False at the end."""
+        """Copy available bytes into the file, a bounded number, since a worker that prints without pause would keep the
+        thread from all other terminals. False at the end."""
         try:
-            while data := os.read(self.master_fd, COPY_BYTES_MAX):
+            for _ in range(READS_MAX):
+                data = os.read(self.master_fd, COPY_BYTES_MAX)
+                if not data:
+                    return False
                 self._store(data)
         except BlockingIOError:
-            return True
+            pass
         except OSError:  # EIO: the last process closed it
             return False
-        return False
+        return True
 
     def close(self) -> None:
         os.close(self.master_fd)

@@ -21,6 +21,7 @@ from typing import Any
 
 from msgspec import Struct, ValidationError, convert, structs
 
+from holdfast import own_folders
 from holdfast.linux import VIRTUAL, GroupLimits, addresses, default_interface
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
 from holdfast.protocol.policy import COUNT_MAX, ITEMS_MAX
@@ -295,10 +296,8 @@ def shm() -> str:
 def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -> str:
     """The disks that the failure may concern, the fullest first: of the paths that the words name, of our own folders,
     and any full disk."""
-    import tempfile
-
     named = [os.path.dirname(path) for path in re.findall(PATH, words)[-PATHS_MAX:]]
-    places = [os.getcwd(), log_folder or os.getcwd(), tempfile.gettempdir(), os.path.expanduser("~"), SHM]
+    places = [os.getcwd(), log_folder or os.getcwd(), own_folders.temporary(os.environ), os.path.expanduser("~"), SHM]
     found: dict[int, tuple[float, str]] = {}
     for place in (*places, *named):
         with contextlib.suppress(OSError):

@@ -51,7 +51,9 @@ def set_command_line(text: bytes) -> None:
     import ctypes
 
     stat = process_stat("self")
-    begin, end = (int(stat.fields[number - FIRST_FIELD]) for number in ARGUMENTS) if stat is not None else (0, 0)
+    if stat is None or len(stat.fields) <= ARGUMENTS[-1] - FIRST_FIELD:  # an emulator of a kernel may know fewer
+        return
+    begin, end = (int(stat.fields[number - FIRST_FIELD]) for number in ARGUMENTS)
     if 0 < begin < end:
         ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 

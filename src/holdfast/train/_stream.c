@@ -1,4 +1,5 @@
-/* Copies of many blocks of memory at once, by threads that synchronize once; the writes bypass the caches.
+/* Copies of many blocks of memory at once, by threads that synchronize once; the writes bypass the caches. And a search
+ * through many numbers at once (see snapshots/not_finite.py).
  *
  * An ordinary store reads the cache line it writes to: a copy moves three bytes over the memory's bus for each byte
  * copied. A streaming store moves two, and leaves the caches to the training. On processors other than x86-64 the blocks
@@ -68,6 +69,8 @@ copy_pieces(void *argument)
     }
 #ifdef __x86_64__
     _mm_sfence(); /* what streams is not ordered with the stores that come after it, a commit word's for one */
+#else
+    atomic_thread_fence(memory_order_release); /* on aarch64 no store is */
 #endif
     return NULL;
 }
@@ -122,7 +125,51 @@ stream_copy(PyObject *module, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"copy", stream_copy, METH_VARARGS, copy_doc}, {NULL, NULL, 0, NULL}};
+/* Four sums at a time, so that no addition has to wait for the one before. */
+static int
+reaches(const char *data, size_t size, uint64_t mask, uint64_t addend, uint64_t wanted)
+{
+    uint64_t word[4], any[4] = {0, 0, 0, 0};
+    for (; size >= sizeof word; data += sizeof word, size -= sizeof word) {
+        memcpy(word, data, sizeof word); /* the numbers may begin anywhere */
+        any[0] |= (word[0] & mask) + addend, any[1] |= (word[1] & mask) + addend;
+        any[2] |= (word[2] & mask) + addend, any[3] |= (word[3] & mask) + addend;
+    }
+    memset(word, 0, sizeof word);
+    memcpy(word, data, size);
+    for (int n = 0; n < 4; n++) {
+        any[n] |= (word[n] & mask) + addend;
+    }
+    return ((any[0] | any[1] | any[2] | any[3]) & wanted) != 0;
+}
+
+PyDoc_STRVAR(reaches_doc,
+"reaches(data, mask, addend, wanted)\n--\n\n"
+"Whether (word & mask) + addend has a bit of `wanted` for some word of 64 bits of these bytes; zeros fill the last one.\n\n"
+"Without the interpreter's lock. Raises TypeError, BufferError.");
+
+static PyObject *
+stream_reaches(PyObject *module, PyObject *arguments)
+{
+    Py_buffer data;
+    unsigned long long mask, addend, wanted;
+    int found;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "y*KKK", &data, &mask, &addend, &wanted)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    found = reaches(data.buf, (size_t)data.len, mask, addend, wanted);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&data);
+    return PyBool_FromLong(found);
+}
+
+static PyMethodDef methods[] = {
+    {"copy", stream_copy, METH_VARARGS, copy_doc},
+    {"reaches", stream_reaches, METH_VARARGS, reaches_doc},
+    {NULL, NULL, 0, NULL},
+};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_stream", "Copies past the caches; see copying.py.", 0, methods, NULL, NULL, NULL, NULL};

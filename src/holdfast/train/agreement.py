@@ -31,6 +31,7 @@ import torch.distributed as dist
 from holdfast.linux import boot_id
 from holdfast.protocol.errors import (
     IntervalError,
+    NotFiniteError,
     RetentionError,
     SnapshotBusyError,
     SnapshotError,
@@ -41,6 +42,8 @@ from holdfast.train import torch_private
 from holdfast.train.guards import GuardWarning, enabled
 from holdfast.train.snapshots.changes import Keep
 
+ENDING = (SnapshotBusyError.code, NotFiniteError.code)
+"""Codes of failures that are fatal at once."""
 Reports = Sequence[Sequence[str]]
 """The failures of one rank: code and text of each."""
 
@@ -75,12 +78,12 @@ class FailedSaves:
         """The failure in the ranks' reports, which are in order of rank; None: there is none, or it was reported as
         another rank's. `busy`: rank 0 still writes, or waits for other parts."""
         reports = [
-            (code, text if rank == 0 else f"rank {rank}: {text}")
+            (code, text if rank == 0 or code == NotFiniteError.code else f"rank {rank}: {text}")
             for rank, each in enumerate(reports_by_rank)
             for code, text in each
         ]
         for code, text in reports:
-            if code == SnapshotBusyError.code:
+            if code in ENDING:
                 return RankFailure(code, text, fatal=True)
         if not reports:
             if self._open and not busy:

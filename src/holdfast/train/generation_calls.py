@@ -71,12 +71,13 @@ class FunctionsCalled:
     random: States | None = None
     """The random numbers of the lost rank, until this process has come to that function; None: it has."""
     generation: int = 0
-    """`GenerationCalls.generation`."""
+    """The current generation; 0: the one in which this process was started, whose number it does not know."""
     report: RegroupReport | None = None
-    """A report that was not sent, because no step was done since the regroup; None: there is none."""
+    """The report that is sent with the first step of a new generation; None: none is due."""
     equal_generators: list[str] | None = None
-    """`RankReport.equal_generators`, as `equal_objects`."""
+    """The random generators from which all ranks draw the same numbers; None: not known yet."""
     equal_objects: list[str] = field(default_factory=list)
+    """The tracked objects that were equal on all ranks when these were compared last."""
 
 
 class Rank(Protocol):
@@ -102,18 +103,20 @@ class GenerationCalls:
     """The calls of one training function in one process."""
 
     def __init__(
-        self, group: ProcessGroup, channel: AgentChannel, ranks: Callable[[int], int] = lambda world: world
+        self,
+        group: ProcessGroup,
+        channel: AgentChannel,
+        functions: FunctionsCalled,
+        ranks: Callable[[int], int] = lambda world: world,
     ) -> None:
-        """`ranks`: the number of ranks that train, of those that are there."""
+        """`functions`: those that were called before, and what this call takes over. `ranks`: the number of ranks that
+        train, of those that are there."""
         assert group.connection is not None
         self.group, self.channel, self._ranks = group, channel, ranks
         self._connection = group.connection
-        self.generation = 0
-        """The current generation; 0: the one in which this process was started, whose number it does not know."""
+        self.functions = functions
         self.withdrawn = False
         """Whether a loss is not survived any more."""
-        self.report: RegroupReport | None = None
-        """The report that is sent with the first step of a new generation; None: none is due."""
 
     @property
     def generation_store(self) -> Any:
@@ -132,7 +135,7 @@ class GenerationCalls:
                         rank.begin_call()
                         # From here on the main thread may be interrupted.
                         self.channel.train(self._cut, rank.may_interrupt, Released)
-                        self.channel.say("able", generation=self.generation)
+                        self.channel.say("able", generation=self.functions.generation)
                         return train()
                     finally:
                         self.channel.arrive()  # otherwise an interruption could come in the code that follows
@@ -182,12 +185,12 @@ class GenerationCalls:
 
     def step_is_done(self) -> None:
         """Send the report, with a generation's first step."""
-        report, self.report = self.report, None
+        report, self.functions.report = self.functions.report, None
         if report is not None:
             seconds = round(time.monotonic() - report.began_s, 3)
             about: dict[str, Any] = {"step": report.step or 0, "steps_lost": report.steps_lost, "seconds": seconds}
             with contextlib.suppress(ChannelLostError):
-                self.channel.say("went_on", generation=self.generation, **about)
+                self.channel.say("went_on", generation=self.functions.generation, **about)
 
     def leave_if_cut(self) -> None:
         """Raise Released if the function has to be left at once."""
@@ -237,7 +240,7 @@ class GenerationCalls:
         report = RegroupReport(time.monotonic())
         self.channel.arrive()
         self.refusing_errors(lambda: rank.go_on(report))
-        self.report = report
+        self.functions.report = report
 
     def refusing_errors(self, work: Callable[[], T]) -> T:
         """Do the work. If it fails, whatever the error is, all ranks restart."""
@@ -254,7 +257,7 @@ class GenerationCalls:
         os.environ.update(go.environment)
         os.environ.pop(REPLACEMENT_VARIABLE, None)
         drain.begin_again()
-        self.generation = go.generation
+        self.functions.generation = go.generation
         forget_pending()
         return regroup(self.group, go.generation, self._ranks)
 
@@ -268,7 +271,7 @@ class GenerationCalls:
         train; None: this rank is a spare."""
         # Who has come here is in no collective operation of the program any more, which would fail with the group.
         Peers(self.group.rank, self.group.world, dist.PrefixStore("spares", self.group.store)).all_gather(0)
-        return regroup(self.group, self.generation, self._ranks)
+        return regroup(self.group, self.functions.generation, self._ranks)
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Let all ranks be restarted, and wait for that. Raising the exception here would make it look like the cause

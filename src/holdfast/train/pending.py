@@ -19,8 +19,11 @@ from __future__ import annotations
 import warnings
 from enum import Enum
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from holdfast.train import torch_private
 from holdfast.train.accumulation import UnfinishedStep, unfinished_micro_batches
 
 CALLS_MAX = 10
@@ -46,6 +49,7 @@ class PendingGradients:
         self.stepped = False
         """Whether a tracked optimizer has stepped since the last call of `at_step`."""
         self._optimizers: list[Optimizer] = []
+        self._sharded: list[FSDPModule] = []
         self._silent_calls = 0
         """The number of calls in a row with gradients and without an optimizer's step."""
         self._silent_calls_known = 0
@@ -58,6 +62,10 @@ class PendingGradients:
         """Look at this optimizer's steps and gradients."""
         self._optimizers.append(optimizer)
         optimizer.register_step_post_hook(self._note)
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Look at gradients that FSDP2 keeps in this model, beside its parameters, until all ranks exchange them."""
+        self._sharded += [each for each in model.modules() if isinstance(each, FSDPModule)]
 
     def _note(self, *_: object) -> None:
         self.stepped = True
@@ -90,7 +98,8 @@ class PendingGradients:
     def _has_gradients(self) -> bool:
         # An optimizer that was skipped, as by a GradScaler, or one without hooks, leaves none after zero_grad().
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+        there = any(parameter.grad is not None for group in groups for parameter in group["params"])
+        return there or any(map(torch_private.fsdp_holds_gradients, self._sharded))
 
 
 def _warn(calls: int) -> None:

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 from holdfast.protocol.errors import ShardingError, SnapshotDamagedError, StateMismatchError
 from holdfast.train import state_codec as codec
 from holdfast.train.copying import PrivateMapping, can_copy_pages, copy_all
-from holdfast.train.sharding import DTYPES, PIECES, TEXT, TIED, Piece, local_pieces, local_tensor
+from holdfast.train.sharding import DTYPES, TEXT, TIED, Piece, local_pieces, local_tensor
 from holdfast.train.snapshots.folder import RankFile, Snapshot
-from holdfast.train.snapshots.layout import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
+from holdfast.train.snapshots.layout import ALIGNMENT_BYTES, LENGTH_BYTES, PIECES, Image, head_bytes
 from holdfast.train.snapshots.slots import HEADER_BYTES
 
 

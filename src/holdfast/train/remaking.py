@@ -59,7 +59,7 @@ from holdfast.train.agreement import Peers
 from holdfast.train.carrying import check_function, is_sharded, name_of, used_by, why_data_stay
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
-from holdfast.train.generation_calls import GenerationCalls, RegroupReport, Released
+from holdfast.train.generation_calls import FunctionsCalled, GenerationCalls, RegroupReport, Released
 from holdfast.train.group import ProcessGroup, store_ahead
 from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
@@ -118,7 +118,7 @@ class Remaker:
         self._older = _modules_and_data()
         """The modules, loaders and samplers that were made before the function was called, by their identities."""
         self._check_made_before()
-        self._calls = GenerationCalls(group, channel, ranks)
+        self._calls = GenerationCalls(group, channel, FunctionsCalled(), ranks)
         self._all_fit = ranks(group.world) == group.world
         """Whether all ranks of the generation in which this process was started train."""
         self._spare = False
@@ -238,7 +238,7 @@ class Remaker:
         if peers is None:
             self._snaps._rest()
         else:
-            self._snaps._new_world = peers, self._calls.generation
+            self._snaps._new_world = peers, self._calls.functions.generation
         set_random_state(self._random)
 
     # --- a step of which some ranks may know that it is done, and others do not: see step_agreement.py ---------------
@@ -308,7 +308,7 @@ class Remaker:
     def resumed(self, steps_lost: int) -> None:
         """Everything that is tracked has its state. `steps_lost`: steps that are done again."""
         self._snaps._made_in = name_of(self._function)
-        tracker, report = self._snaps._tracker, self._calls.report
+        tracker, report = self._snaps._tracker, self._calls.functions.report
         if report is not None:
             report.step, report.steps_lost = self._snaps.state.step, steps_lost
         for parameter in (each for model in tracker.models for each in model.parameters()):
@@ -378,7 +378,7 @@ class Remaker:
         if self._replicas is not None:
             self._replicas.mark()
         calls = self._calls
-        if calls.report is not None:
+        if calls.functions.report is not None:
             calls.step_is_done()
         if calls.channel.released is not None:
             calls.leave_if_cut()

@@ -31,7 +31,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.text import listed
 from holdfast.train import replicas, sharding
-from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
+from holdfast.train.agreement import ENDING, FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copies import Copies
 from holdfast.train.copying import copy_alike
 from holdfast.train.overlapping import CHANGED, Arrival, Overlapping, StateCopy
@@ -41,8 +41,8 @@ from holdfast.train.sharding import TEXT, EntryViews, Layout
 from holdfast.train.snapshots import changes, disk
 from holdfast.train.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
-from holdfast.train.snapshots.layout import FINITE
 from holdfast.train.snapshots.lease import FOLDER_ID
+from holdfast.train.snapshots.not_finite import FORMATS, Part, add_part
 from holdfast.train.snapshots.read_back import READ_BACK
 from holdfast.train.snapshots.remote import Location, RemotePath
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
@@ -110,8 +110,6 @@ class SaveDecision(Enum):
     """The save was postponed too often: another round follows, as if no gradients were pending."""
     POSTPONE = "postpone"
     """Nothing is saved now."""
-    NOT_FINITE = "not finite"
-    """A value is not finite, and that ends the training: all ranks raise."""
     DIFFER = "differ"
     """Replicas differ: all ranks raise."""
     FAIL = "fail"
@@ -134,17 +132,11 @@ class _SaveReport(NamedTuple):
     """Code and text of the errors in the background since the last report."""
     copies: list[Any] | None
     """Packed `CopyReport`; None: other nodes get no copies."""
-    findings: list[Any] | None
-    """Packed `TensorFindings`; None: the tensors were not examined, because nothing is to go to the disk."""
-
-
-class TensorFindings(NamedTuple):
-    """The result of one rank's examination of the tensors of a state that goes to the disk."""
-
-    replicas: list[list[Any]]
-    """Groups of ranks that have the same tensors as this one, each with this rank's digest of these."""
-    not_finite: str
-    """Name of the first trained tensor with a value that is not finite; empty: there is none."""
+    not_finite_step: int
+    """The step of a save that the tier refused because a value is not finite; -1: none."""
+    replicas: list[list[Any]] | None
+    """Groups of ranks that have the same tensors as this one, each with this rank's digest of these; None: they were
+    not compared, because nothing is to go to the disk."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +203,8 @@ class Saving:
         """The identity of the newest state that all ranks have in memory; None: there is none."""
         self._staged = 0
         """The number of states that were staged since the layout was planned."""
+        self._trained: list[Part] = []
+        """See `_trained_parts`; of the state that was examined last."""
         self._signature: tuple[Any, ...] = ()
         """The shape of the state for which the layout was planned."""
         self._views: dict[int, EntryViews] = {}
@@ -288,7 +282,8 @@ class Saving:
         answer = None
         if self._peers.rank == 0:
             now_s = time.monotonic()
-            answer = [self._clock.due(now_s) and not self.busy, self._clock.next_ask(step, now_s)]
+            ends = any(each.code in ENDING for each in self.errors)  # the save reports it to all ranks
+            answer = [ends or (self._clock.due(now_s) and not self.busy), self._clock.next_ask(step, now_s)]
         durable, ask_at = self._peers.broadcast(answer)
         return bool(durable), int(ask_at)
 
@@ -413,14 +408,12 @@ class Saving:
                     numbers, durable=durable, demanded=demanded, staged=staged, pending=pending, overlaps=overlaps
                 )
             decision = SaveDecision(answer["do"])
-            failure = self._take_failure(answer.get("failure")) or failure
+            failure = self._take_failure(answer.get("failure"), answer.get("not_finite_step", -1)) or failure
             match decision:
                 case SaveDecision.FAIL:
                     raise SnapshotError(answer["text"])
                 case SaveDecision.DIFFER:
                     self._raise_difference(answer["ranks"])
-                case SaveDecision.NOT_FINITE:
-                    self._raise_not_finite(answer["not_finite"])
                 case SaveDecision.POSTPONE:
                     if not pending:
                         self.settle()
@@ -439,28 +432,34 @@ class Saving:
         if decision is SaveDecision.PERSIST:
             self._clock.saved(time.monotonic())  # on every rank: any of them may be rank 0 of a later world
             self._compared_step = self._tracker.state.step
-            if answer["not_finite"]:
-                self._warn_of_not_finite(answer["not_finite"])
-            request = self._request(answer["attempt"], answer["metrics"], finite=not answer["not_finite"])
+            request = self._request(answer["attempt"], answer["metrics"])
             stall_s = round(time.monotonic() - began_s, 6)
-            request = replace(request, note={**request.note, STALL: stall_s})
+            request = replace(
+                request,
+                note={**request.note, STALL: stall_s},
+                trained=self._trained,
+                stops_not_finite=self._rules.stops_not_finite,
+            )
             if self._landing is None:
                 self._persist(request)
             else:
                 self._landing.persist = request
         if answer.get("whole"):
             self._whole = self._request(self._taken.rescue, {}).identity
+            self._remove_added_slot()
         if self._copies is not None:
             self._copies.follow(answer.get("copies", {}), self._peers.rank, self._tracker.state.step)
         return SaveResult(decision is SaveDecision.PERSIST, failure, answer.get("ask_at", 0))
 
-    def _take_failure(self, report: Mapping[str, Any] | None) -> str:
+    def _take_failure(self, report: Mapping[str, Any] | None, not_finite_step: int = -1) -> str:
         """Warn of the failure of earlier saves that rank 0 reports, or raise a SnapshotError, on all ranks, if it is
-        fatal. Returns its text; empty: there is none."""
+        fatal. Returns its text; empty: there is none. `not_finite_step`: see `drop_not_finite`."""
         if report is None:
             return ""
         failure = self._last_failure = RankFailure(**report)
         if failure.fatal:
+            if failure.code == NotFiniteError.code:
+                self.drop_not_finite(not_finite_step)
             raise disk.error_of(failure.code, failure.text)
         if self._peers.rank == 0:
             warnings.warn(f"holdfast: {failure.text}", RuntimeWarning, stacklevel=6)
@@ -484,12 +483,16 @@ class Saving:
             self.tier.wait()
         except HoldfastError as error:
             failure = failure or error
-        reports = self._peers.all_gather(["", ""] if failure is None else [failure.code, str(failure)])
-        failed = [(rank, code, text) for rank, (code, text) in enumerate(reports) if text]
+        code, text = ("", "") if failure is None else (failure.code, str(failure))
+        reports = self._peers.all_gather([code, text, self.tier.not_finite_step])
+        failed = [(rank, code, text) for rank, (code, text, _) in enumerate(reports) if text]
         causes = [each for each in failed if each[1] != SnapshotIncompleteError.code] or failed
         if not causes:
             return
         rank, code, text = causes[0]
+        if code == NotFiniteError.code:
+            self.drop_not_finite(reports[rank][2])
+            raise NotFiniteError(text)
         if failure is not None and (rank == self._peers.rank or failure.code != SnapshotIncompleteError.code):
             raise failure
         raise disk.error_of(code, f"rank {rank}: {text}")
@@ -525,7 +528,7 @@ class Saving:
         copy was made in the round before, and rank 0 has decided that it goes to the disk."""
         failure: Exception | None = None
         text = ""
-        findings: TensorFindings | None = None
+        replicated: list[list[Any]] | None = None
         try:
             if pending:
                 copy = Staged.PENDING
@@ -535,14 +538,15 @@ class Saving:
                 if not staged:
                     copy = self._stage(collected, metrics, wait=durable, overlaps=overlaps)
                 if copy is Staged.STAGED and (durable or staged):
-                    findings = self._examine(collected)
+                    replicated, self._trained = self._digests(collected), self._trained_parts(collected)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             failure, copy, text = error, Staged.FAILED, f"{type(error).__name__}: {error}"
         self.gather_errors()
         errors = [[each.code, str(each)] for each in self.errors]
         self.errors.clear()
         copies = None if self._copies is None else self._copies.report()
-        reports = self._peers.gather([copy.value, text, metrics, self._tracker.state.step, errors, copies, findings])
+        step, not_finite_step = self._tracker.state.step, self.tier.not_finite_step
+        reports = self._peers.gather([copy.value, text, metrics, step, errors, copies, not_finite_step, replicated])
         answer: dict[str, Any] | None = None
         if reports:  # on rank 0
             unpacked = [_SaveReport(Staged(value), *rest) for value, *rest in reports]
@@ -569,7 +573,7 @@ class Saving:
         if failure is not None:
             answer["failure"] = asdict(failure)
             if failure.fatal:
-                return answer
+                return {**answer, "not_finite_step": max(each.not_finite_step for each in reports)}
 
         if waits := [rank for rank, each in enumerate(reports) if each.staged is Staged.PENDING]:
             return {**answer, "do": self._postpone(waits, len(reports)).value}
@@ -579,15 +583,12 @@ class Saving:
 
         all_staged = answer["whole"] = all(each.staged is Staged.STAGED for each in reports)
         persist = durable or (self._clock.due(now_s) and not self.busy and all_staged)
-        findings = [TensorFindings(*each.findings) for each in reports if each.findings is not None]
-        if persist and len(findings) < len(reports):
+        replicated = [each.replicas for each in reports if each.replicas is not None]
+        if persist and len(replicated) < len(reports):
             # The save is due by the clock, which only this rank has: the others did not know that it goes to the disk.
             return {**answer, "do": SaveDecision.EXAMINE.value}
-        if persist and (differ := _differing(findings)):
+        if persist and (differ := _differing(replicated)):
             return {**answer, "do": SaveDecision.DIFFER.value, "ranks": differ}
-        not_finite = next((f"{each.not_finite} of rank {n}" for n, each in enumerate(findings) if each.not_finite), "")
-        if persist and not_finite and self._rules.stops_not_finite:
-            return {**answer, "do": SaveDecision.NOT_FINITE.value, "not_finite": not_finite}
 
         if self._copies is not None:
             copies = [each.copies or () for each in reports]
@@ -601,7 +602,7 @@ class Saving:
             else:
                 self._failed.handed_over()
                 metrics = _means([each.metrics for each in reports])
-                answer |= {"attempt": number, "metrics": metrics, "not_finite": not_finite}
+                answer |= {"attempt": number, "metrics": metrics}
                 answer["do"] = SaveDecision.PERSIST.value
         answer["ask_at"] = self._clock.next_ask(step, now_s)
         return answer
@@ -655,6 +656,13 @@ class Saving:
         self.tier.commit(SaveRequest(*about, self._peers.rank, self._peers.world, note, {"metrics": {}}))
         return True
 
+    def _remove_added_slot(self) -> None:
+        """Remove the slot that `leave_alone` has added: all ranks have a newer state in memory now, and have copied the
+        pages of old slots in which they went on (`plan`)."""
+        settled = self._landing is None and self._reservation is None
+        if settled and isinstance(self.tier, SaverClient) and self.tier.slots.remove_added():
+            self._views.clear()  # they keep the mapping
+
     def _begin(self, step: int) -> int:
         """Begin an attempt, on rank 0. Returns its number. Raises SnapshotError."""
         if (lease := self._taken.lease) is not None:
@@ -668,17 +676,27 @@ class Saving:
 
     # --- what goes to the disk ----------------------------------------------------------------------------------------
 
-    def _examine(self, collected: Collected) -> TensorFindings:
-        """Make the digests of replicas, and look for values that are not finite."""
+    def _digests(self, collected: Collected) -> list[list[Any]]:
+        """The groups of ranks that have the same tensors as this one, each with this rank's digest of these."""
         assert self._layout is not None
-        digests = [
+        return [
             [group.ranks, replicas.total([collected.shared[name] for name in group.names])]
             for group in self._layout.replicas
         ]
-        written = [
-            key for name, key in self._layout.keys if name in self._layout.file.spans and key in collected.shared
-        ]
-        return TensorFindings(digests, replicas.first_not_finite(collected.trained(written)))
+
+    def _trained_parts(self, collected: Collected) -> list[Part]:
+        """The parts of this rank's file with numbers that training changes: its writer looks whether they are finite,
+        so that training does not read them."""
+        assert self._layout is not None
+        spans = self._layout.file.spans
+        written = [(name, key) for name, key in self._layout.keys if name in spans and key in collected.shared]
+        trained = collected.trained(key for _, key in written)
+        parts: list[Part] = []
+        for name, key in written:
+            kind = "" if key not in trained else str(trained[key].dtype).removeprefix("torch.")
+            if kind in FORMATS:
+                add_part(parts, spans[name], kind)
+        return parts
 
     def drop_uncompared(self) -> None:
         """Drop the states since the last comparison, which may be wrong: the saver would write them when this process
@@ -701,26 +719,11 @@ class Saving:
             found = replicas.first_difference({rank: answers[rank][1] for rank in ranks}, answers[ranks[0]][0])
         raise ReplicasDifferError(self._peers.broadcast(_text_of_difference(found, self._tracker.state.step)))
 
-    def _raise_not_finite(self, name: str) -> NoReturn:
-        """Raise NotFiniteError. All ranks call it."""
+    def drop_not_finite(self, step: int) -> None:
+        """Drop the states from this step on: its values are not finite, and the saver would write the newest one when
+        this process ends."""
         self.settle()
-        step = self._tracker.state.step
         self.tier.drop(step - 1)
-        raise NotFiniteError(
-            f"{name} has values that are not finite after step {step}\n"
-            "This state was not saved, and the next start goes on from the newest one whose values are finite "
-            "(SnapshotOptions(nonfinite='stop'))."
-        )
-
-    def _warn_of_not_finite(self, name: str) -> None:
-        if self._peers.rank == 0:
-            step = self._tracker.state.step
-            warnings.warn(
-                f"holdfast: {name} has values that are not finite after step {step}. The snapshot is marked: resume() "
-                "prefers an older one, and retention keeps the newest without such values.",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
     def _collect(self) -> Collected:
         return self._tracker.collect(self._peers.rank, self._peers.world)
@@ -773,9 +776,8 @@ class Saving:
             self._views[address] = _views_of(layout, memory)
         return self._views[address]
 
-    def _request(self, number: int, metrics: Mapping[str, float], *, finite: bool | None = None) -> SaveRequest:
-        """The request to save the current state. `number`: the attempt's. `finite`: whether all values are; None: that
-        was not checked."""
+    def _request(self, number: int, metrics: Mapping[str, float]) -> SaveRequest:
+        """The request to save the current state. `number`: the attempt's."""
         assert self._layout is not None
         note: dict[str, Any] = {"save": self._saves, FOLDER_ID: self._taken.folder_id}
         if self._rules.read_back:
@@ -784,8 +786,6 @@ class Saving:
             note["file_bytes"] = self._layout.file.size_bytes
         peers, state = self._peers, self._tracker.state
         metadata: dict[str, Any] = {"metrics": dict(metrics), "epoch": state.epoch}
-        if finite is not None:
-            metadata[FINITE] = finite
         return SaveRequest(str(self._taken.path), state.step, number, peers.rank, peers.world, note, metadata)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
@@ -918,11 +918,11 @@ def _text_room(collected: Collected) -> int:
     return -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
 
 
-def _differing(findings: Sequence[TensorFindings]) -> list[int]:
+def _differing(replicated: Sequence[list[list[Any]]]) -> list[int]:
     """The ranks of a group whose digests of the same tensors differ; empty: there is none."""
     digests: dict[tuple[int, ...], set[str]] = {}
-    for each in findings:
-        for ranks, digest in each.replicas:
+    for each in replicated:
+        for ranks, digest in each:
             digests.setdefault(tuple(ranks), set()).add(digest)
     return next((list(ranks) for ranks, different in digests.items() if len(different) > 1), [])
 

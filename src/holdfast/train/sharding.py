@@ -36,7 +36,7 @@ from holdfast.train import torch_private
 from holdfast.train.agreement import Peers
 from holdfast.train.copying import copy_alike
 from holdfast.train.replicas import ReplicaGroup
-from holdfast.train.snapshots.layout import ALIGNMENT_BYTES, Image, TensorEntry
+from holdfast.train.snapshots.layout import ALIGNMENT_BYTES, PIECES, Image, TensorEntry
 
 CODES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
@@ -46,8 +46,6 @@ CODES = {
 }  # fmt: skip
 """safetensors' names of torch's types. Others are stored as bytes, with torch's own name in the metadata."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-PIECES = "holdfast.pieces"
-"""Key of the header's metadata with descriptions of the entries that are not whole tensors of a type of safetensors."""
 TEXT = "holdfast.text"
 """Name of the entry with this rank's state that is not in tensors, as JSON padded with spaces."""
 

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from holdfast import worker
 from holdfast.protocol.errors import (
     IntervalError,
+    NotFiniteError,
     ReplicasDifferError,
     SnapshotError,
     SnapshotIncompleteError,
@@ -96,8 +97,9 @@ class SnapshotOptions:
     """Whether ranks may have different values of a parameter (local SGD); a snapshot then has those of the first rank
     that has it. False: that is an error, at each save to the disk."""
     nonfinite: Literal["report", "stop"] = "report"
-    """What follows if a parameter or optimizer value in a save to the disk is nan or infinite. "report": rank 0 warns,
-    and the snapshot is marked. "stop": all ranks raise NotFiniteError, and nothing is saved."""
+    """What follows if a parameter or optimizer value in a save to the disk is nan or infinite, which the saver finds
+    while it writes. "report": rank 0 warns, and the snapshot is marked. "stop": there is no snapshot, and all ranks
+    raise NotFiniteError at the next save; `close()` raises it on rank 0."""
     overlap: bool = False
     """Whether the copy of a state on GPUs overlaps with the next step. It takes memory of the host as large as this
     rank's part. `save()`, jobs with `copies=1` and functions in `ht.survive` wait for the copy. False: all saves do.
@@ -272,10 +274,12 @@ class Snapshots:
             raise TrackingError("track() takes names, which go into the snapshot: track(model=…, optimizer=…)")
         if self._saving is not None:
             raise TrackingError("track() comes before resume(), which restores it, and before the first step()")
-        before = len(self._tracker.optimizers)
+        before, models_before = len(self._tracker.optimizers), len(self._tracker.models)
         self._tracker.add(objects)
         for model in self._tracker.models:
             watch(model)  # a second call for the same model does nothing
+        for model in self._tracker.models[models_before:]:
+            self._pending.watch_model(model)
         for optimizer in self._tracker.optimizers[before:]:
             self._pending.watch(optimizer)
         if self._passes is None:
@@ -788,6 +792,8 @@ class Snapshots:
                         self._current_tier.wait()
                     self._raise_unsaved(self._current_tier)
                 except SnapshotError as error:
+                    if isinstance(error, NotFiniteError) and self._saving is not None:
+                        self._saving.drop_not_finite(self._saving.tier.not_finite_step)
                     cause = None if self._saving is None else self._saving.cause_of(error)
                     if cause is None:
                         raise

@@ -68,6 +68,11 @@ LINK_POLL_S = 5e-3
 """Limit of one wait for another node. After it the rank looks whether another one was lost."""
 
 
+lock_file: Callable[[int, int], None] = fcntl.lockf
+"""Locks and unlocks the file, between processes. Processes that the rank has forked, as those of torch's loader, do not
+have this lock. They would have that of flock, and may live for 5 s longer than the rank."""
+
+
 class StepEntry(Enum):
     """The result of `StepAgreement.enters`."""
 
@@ -242,10 +247,9 @@ class StepAgreement:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        # The kernel releases it when the process is killed, at any moment: each word is written at once. Processes that
-        # the rank has forked share it: those of torch's loader look every 5 s whether the rank lives, and end.
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        # The kernel releases it when the process is killed, at any moment: each word is written at once.
+        lock_file(self._fd, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            lock_file(self._fd, fcntl.LOCK_UN)

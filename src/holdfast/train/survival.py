@@ -184,11 +184,10 @@ class Survivor:
 
     def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel) -> None:
         self._snaps, self._tracked_state = snaps, snaps.state
-        self._calls = GenerationCalls(group, channel)
         if snaps._functions is None:
             snaps._functions = FunctionsCalled()
-        functions = self._functions = snaps._functions
-        self._calls.generation, self._calls.report = functions.generation, functions.report
+        self._functions = snaps._functions
+        self._calls = GenerationCalls(group, channel, self._functions)
         self._uninterrupted = channel.uninterrupted
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
         self._probe = ValueProbe(each for model in snaps._tracker.models for each in model.parameters())
@@ -201,10 +200,6 @@ class Survivor:
         step."""
         self._no_step_yet = True
         """Whether no step was completed in this generation."""
-        self._equal_generators = functions.equal_generators
-        """The random generators from which all ranks draw the same numbers; None: not known yet."""
-        self._equal_objects = functions.equal_objects
-        """The tracked objects that were equal on all ranks when these were compared last."""
         self._compared = False
         """Whether the ranks were compared in this generation."""
         self._facts: SharedFacts | None = None
@@ -263,10 +258,7 @@ class Survivor:
     def _leave(self) -> None:
         """Tell the agent that this process cannot survive a loss any more, and release everything."""
         self._snaps._survivor = None
-        functions, calls = self._functions, self._calls
-        functions.generation, functions.report = calls.generation, calls.report
-        functions.equal_generators, functions.equal_objects = self._equal_generators, self._equal_objects
-        calls.leave()
+        self._calls.leave()
         self._boundary.objects.close()
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
@@ -337,9 +329,9 @@ class Survivor:
             self._facts.post(f"objects/{step}", self._boundary.objects.whole_digests())
         elif self._facts is not None and (found := self._facts.posted(f"objects/{step}")) is not None:
             # Compared once only: after a regroup the ranks' numbers follow from what was equal before.
-            if self._equal_generators is None:
-                self._equal_generators = sorted(equal_parts(self._facts.posted(f"random/{step}") or []))
-            self._equal_objects = sorted(equal_parts(found))
+            if self._functions.equal_generators is None:
+                self._functions.equal_generators = sorted(equal_parts(self._facts.posted(f"random/{step}") or []))
+            self._functions.equal_objects = sorted(equal_parts(found))
             self._compared = True
         elif self._steps == COMPARE_STEPS_MAX:
             self._compared = True
@@ -380,14 +372,17 @@ class Survivor:
             frozen=self._reducers.frozen,
             graded=self._reducers.graded,
             objects=boundary.objects.digests(),
-            equal_generators=self._equal_generators,
-            equal_objects=self._equal_objects,
+            equal_generators=self._functions.equal_generators,
+            equal_objects=self._functions.equal_objects,
         )
         agreement = Agreement.reach(peers, own)
-        self._equal_generators, self._equal_objects = agreement.chosen.equal_generators, agreement.chosen.equal_objects
+        self._functions.equal_generators, self._functions.equal_objects = (
+            agreement.chosen.equal_generators,
+            agreement.chosen.equal_objects,
+        )
         self._reducers.connect(agreement.chosen.orders, agreement.chosen.frozen, agreement.chosen.graded)
         agreement.apply(snaps, calls.group, peers, boundary, survived=step >= 0)
-        snaps._go_on(peers, calls.generation, agreement.chosen.schedule, agreement.chosen.durable)
+        snaps._go_on(peers, calls.functions.generation, agreement.chosen.schedule, agreement.chosen.durable)
         return agreement
 
     def join(self) -> int:

@@ -207,11 +207,29 @@ def fsdp_exchanges(model: Any) -> bool:
     """Whether the next backward pass of an FSDP2 module exchanges gradients. False where torch cannot tell: the guard
     against exchanges in each micro-batch is then silent."""
     with contextlib.suppress(AttributeError):
-        state = model._get_fsdp_state()
-        several = hasattr(state, "_fsdp_param_groups")  # torch 2.9 has one group: None for a module without parameters
-        groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
-        return any(each.reduce_grads for each in groups if each is not None)
+        return any(each.reduce_grads for each in _fsdp_groups(model))
     return False
+
+
+def fsdp_holds_gradients(model: Any) -> bool:
+    """Whether an FSDP2 module has gradients that were not exchanged yet, or only in part: these are not in `.grad` of
+    its parameters. False where torch cannot tell: then a state may be saved without them."""
+    with contextlib.suppress(AttributeError):
+        for group in _fsdp_groups(model):
+            if getattr(group, "_partial_reduce_output", None) is not None:
+                return True
+            for each in group.fsdp_params:
+                whole = getattr(each, "_unsharded_param", None)  # it has none before the first forward pass
+                if each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                    return True
+    return False
+
+
+def _fsdp_groups(model: Any) -> list[Any]:
+    state = model._get_fsdp_state()
+    several = hasattr(state, "_fsdp_param_groups")  # torch 2.9 has one group: None for a module without parameters
+    groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
+    return [each for each in groups if each is not None]
 
 
 def scale_of(scaler: GradScaler) -> list[torch.Tensor | None]:

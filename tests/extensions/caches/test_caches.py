@@ -13,6 +13,7 @@ from holdfast.compile_caches import BYTES_MAX, VARIABLES, CacheFolder, CacheSize
 from holdfast.extensions.caches.node import OnNode
 from holdfast.protocol.errors import CacheDirError
 from holdfast.protocol.outcome import Outcome, OutcomeKind
+from tests.extensions.caches.unsafe_folder import FAULTS, make_unsafe
 
 ENDED = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
 KIB = 1024
@@ -82,17 +83,10 @@ async def test_entries_of_an_earlier_job_are_seen(tmp_path: Path) -> None:
     await node.ends()
 
 
-@pytest.mark.parametrize("fault", ["others write", "link", "file"])
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_a_folder_of_others_is_not_used(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "caches"
-    if fault == "others write":
-        folder.mkdir()
-        folder.chmod(0o777)
-    elif fault == "link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        folder.symlink_to(tmp_path / "elsewhere")
-    else:
-        folder.write_text("")
+    make_unsafe(folder, fault, mode=0o777)
     with pytest.raises(CacheDirError, match="cannot be used"):
         OnOneNode(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from holdfast.extensions.caches.shared_folder import ABANDONED_S, Copied, Shared
 from holdfast.protocol.errors import CacheDirError
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.runtime.node_extension import WorkersGone, WorkersStarted
+from tests.extensions.caches.unsafe_folder import FAULTS, make_unsafe
 from tests.support.limits import limit_s, until
 
 SUCCEEDED = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
@@ -301,6 +303,7 @@ class OnOneNode:
         self.half.happened(WorkersStarted(start, start))
 
     async def is_ready(self) -> dict[str, Any]:
+        await self.half.begin()
         assign: Any = None
         assert await self.half.unfit(assign) == ""
         return self.event("caches_seeded")
@@ -318,8 +321,8 @@ def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_workers_wait_for_the_copy_and_the_first_rank_s_node_adds_what_is_new(tmp_path: Path) -> None:
     first, other = OnOneNode(tmp_path), OnOneNode(tmp_path, name="other")
+    assert [(await node.is_ready())["files"] for node in (first, other)] == [0, 0]
     for node, rank in ((first, 0), (other, 1)):
-        assert (await node.is_ready())["files"] == 0
         node.starts(rank)
         put(tmp_path / ("one" if rank == 0 else "other"), {f"inductor/a{rank}/x.so": "code"})
         node.half.happened(WorkersGone())
@@ -336,6 +339,7 @@ async def test_workers_wait_for_the_copy_and_the_first_rank_s_node_adds_what_is_
 async def test_what_ended_workers_have_left_is_not_added(tmp_path: Path) -> None:
     """The second file is as old as the end of the workers before, which may have been killed while they wrote it."""
     node = OnOneNode(tmp_path)
+    await node.half.begin()
     put(tmp_path / "one", {"inductor/old/x.so": "of an earlier job", "inductor/torn/x.so": "half"})
     os.utime(tmp_path / "one/inductor/old/x.so", (1e9, 1e9))
     node.starts()
@@ -352,30 +356,53 @@ async def test_what_ended_workers_have_left_is_not_added(tmp_path: Path) -> None
 @pytest.mark.parametrize("outcome", [FAILED, None])
 async def test_nothing_is_added_after_a_job_that_has_failed(tmp_path: Path, outcome: Outcome | None) -> None:
     node = OnOneNode(tmp_path)
+    await node.half.begin()
     node.starts()
     put(tmp_path / "one", KERNELS)
     await node.half.close(outcome)
     assert held(tmp_path / "shared") == {}
 
 
-@pytest.mark.parametrize("fault", ["others write", "link", "file", "others own it"])
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_a_shared_folder_of_others_starts_nothing(tmp_path: Path, fault: str) -> None:
     shared = tmp_path / "shared"
-    if fault == "others write":
-        shared.mkdir()
-        shared.chmod(0o770)
-    elif fault == "link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        shared.symlink_to(tmp_path / "elsewhere")
-    elif fault == "file":
-        shared.write_text("")
-    elif os.geteuid() == 0:
-        shared.mkdir(mode=0o700)
-        os.chown(shared, 12345, 12345)
-    else:
-        pytest.skip("only root can give a folder to another user")
+    make_unsafe(shared, fault)
     with pytest.raises(CacheDirError, match=f"--cache-from {shared} cannot be used"):
-        OnOneNode(tmp_path)
+        await OnOneNode(tmp_path).half.begin()
+
+
+async def test_the_agent_s_loop_goes_on_while_the_storage_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage answers only after the loop has had a turn."""
+    answers, opened = threading.Event(), SharedFolder.__init__
+
+    def slowly(shared: SharedFolder, path: str) -> None:
+        answers.wait(limit_s(30))
+        opened(shared, path)
+
+    monkeypatch.setattr(SharedFolder, "__init__", slowly)
+    monkeypatch.setattr("holdfast.extensions.caches.node.OPEN_S_MAX", limit_s(20))
+    asyncio.get_running_loop().call_later(0.01, answers.set)
+    node = OnOneNode(tmp_path)
+    assert (await node.is_ready())["files"] == 0
+    await node.half.close(FAILED)
+
+
+async def test_storage_that_cannot_be_opened_in_time_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def never(_shared: SharedFolder, _path: str) -> None:
+        answers.wait()
+
+    monkeypatch.setattr(SharedFolder, "__init__", never)
+    monkeypatch.setattr("holdfast.extensions.caches.node.OPEN_S_MAX", 0.01)
+    node = OnOneNode(tmp_path)
+    assert "no answer within" in (await node.is_ready())["error"]
+    answers.set()
+    await node.half.close(FAILED)
 
 
 async def test_storage_that_does_not_answer_costs_a_bounded_time(

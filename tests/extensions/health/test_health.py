@@ -165,6 +165,29 @@ def test_another_driver_parks_no_node() -> None:
     assert (differs["slows"], differs["trait"]) == (False, "driver")
 
 
+def test_a_node_that_differs_is_not_compared_with_the_few_that_have_reported() -> None:
+    harness = four(spares=3)
+    for link in (1, 2, 3):
+        checked(harness, link)
+    checked(harness, 4, gpus="7")
+    for link in (2, 3):
+        harness.say(link, msg.Leave("asked", drain=False))
+    assert order(harness) == {1, 5, 6, 7}
+    harness.extend(4, "health", Checked(0, 0, WHOLE | {"gpus": "7"}))
+    assert "parked" in states(harness), "one other node is no majority"
+    for link in (1, 5, 6, 7):
+        checked(harness, link)
+    harness.extend(4, "health", Checked(0, 0, WHOLE))
+    assert "parked" not in states(harness)
+
+
+def test_a_node_that_an_earlier_coordinator_has_parked_parks_nobody() -> None:
+    harness = four(spares=1)
+    checked(harness, 1)
+    harness.extend(2, "health", Checked(0, 0, WHOLE | {"gpus": "7"}))
+    assert harness.noted("parked") == harness.noted("node_differs") == []
+
+
 def test_a_node_that_was_parked_because_it_differs_comes_back_when_it_does_not() -> None:
     harness = four(spares=1)
     for link in (1, 2, 3):

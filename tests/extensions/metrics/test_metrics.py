@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from holdfast.extensions.metrics import node as node_module
 from holdfast.extensions.metrics import server as module
 from holdfast.extensions.metrics.exposition import Metrics
 from holdfast.extensions.metrics.server import HttpResponse, Server
 from holdfast.extensions.metrics.vitals import STALL_S, STEP_WINDOW_S, Vitals, VitalsSample, health
 from holdfast.listening import bind_named
-from holdfast.protocol.errors import PortInUseError
+from holdfast.protocol.errors import MissingPackageError, PortInUseError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.rank_progress import JobView, NodeView, RankProgress, Stage
 from tests.support.limits import limit_s
@@ -327,3 +330,16 @@ def test_vitals_that_fail_say_so_once_and_beat_on() -> None:
 
     asyncio.run(scenario())
     assert faults == ["vitals: division by zero"]
+
+
+def test_a_metrics_library_that_is_broken_is_said_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "holdfast.extensions.metrics.exposition", raising=False)
+    (tmp_path / "prometheus_client.py").write_text("raise RuntimeError('built for another Python')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    vitals: Any = None
+    with pytest.raises(MissingPackageError, match=r"\(RuntimeError: built for another Python\): pip install"):
+        node_module.metrics_pages(vitals)

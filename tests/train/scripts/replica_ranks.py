@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from snapshot_ranks import ranks
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast.train as ht
@@ -242,7 +244,7 @@ def case_hsdp(folder: Path) -> Any:
 def poisoned(folder: Path, action: Any) -> Any:
     """What is said when a shard of rank 1 becomes nan; or the step from which another life goes on."""
     model, optimizer = snapshot_ranks.build("fsdp")
-    options = ht.SnapshotOptions(nonfinite=action)
+    options = ht.SnapshotOptions(nonfinite=action.split()[0])
     snaps = ht.Snapshots(folder, every="2 steps", memory_every=1, options=options)
     snaps.track(model=model, optimizer=optimizer)
     said = ""
@@ -253,7 +255,10 @@ def poisoned(folder: Path, action: Any) -> Any:
             return resumed.step
         try:
             with snaps:
-                for number in range(4):
+                for number in range(4 if action == "stop at the end" else 5):
+                    while number == 4 and snaps._saving is not None and snaps._saving.busy:
+                        snaps._saving.gather_errors()  # step 4 is being written
+                        time.sleep(0.01)
                     snapshot_ranks.train(model, optimizer, number)
                     if number == 3 and dist.get_rank() == 1:
                         with torch.no_grad():
@@ -269,6 +274,35 @@ def case_poisoned(folder: Path, action: str) -> Any:
     said = ranks(3, lambda: poisoned(folder, action))
     found = [[each.step, each.manifest.finite] for each in folders.survey(folder).committed]
     return {"said": said, "finite": found, "resumed": ranks(3, lambda: poisoned(folder, action))}
+
+
+def accumulated(folder: Path, *, wide: bool) -> None:
+    """Three batches make an optimizer step, by hand. `wide`: their gradients are added up in another type."""
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if wide else None
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    fully_shard(model[0], **({"mp_policy": policy} if policy else {}))
+    fully_shard(model, **({"mp_policy": policy} if policy else {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ht.Snapshots(folder, every="2 steps", memory_every=1, keep=None) as snaps:
+        snaps.track(model=model, optimizer=optimizer)
+        snaps.resume()
+        for number in range(6):
+            model.set_requires_gradient_sync(number % 3 == 2)
+            model(torch.ones(5, 4)).sum().backward()
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            snaps.step()
+
+
+def case_accumulated(folder: Path) -> Any:
+    """The steps that were saved."""
+    found = []
+    for name in ("plain", "wide"):
+        ranks(2, partial(accumulated, folder / name, wide=name == "wide"))
+        found.append([each.step for each in folders.survey(folder / name).committed])
+    return found
 
 
 if __name__ == "__main__":

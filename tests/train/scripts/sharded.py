@@ -3,7 +3,7 @@
 CASE is as lost_ranks.py has it, with `kind` (fsdp, hsdp, tensor, pipeline, ddp, grid: replicas of tensor parallel models), `steps` of
 an epoch, `memory` (steps from one state in memory to the next), `disk` (steps between saves to the disk), `drawn` (dropout),
 `pause_s` (of each step), `late` ([local rank, step]: in this step the rank does its last
-all-reduce after another rank was lost), `plain` (ranks exchange nothing but gradients) and `by rank` (rank 0 writes each step into FOLDER/now, and each rank its end into FOLDER/end.RANK).
+all-reduce after another rank was lost), `slots` (each rank says which memory slots it had after each step), `plain` (ranks exchange nothing but gradients) and `by rank` (rank 0 writes each step into FOLDER/now, and each rank its end into FOLDER/end.RANK).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ class Now:
     """The state of the loop."""
 
     step = 0
+    slots: ClassVar[list[list[str]]] = []
+    """The memory slots of this rank after each step."""
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -251,10 +254,12 @@ def train_made_before(snaps: ht.Snapshots, model: nn.Module) -> None:
     train()
 
 
-def note_step(step: int, rank: int) -> None:
-    if rank == 0:
-        (FOLDER / "now").write_text(str(step))
-    time.sleep(CASE.get("pause_s", 0.0))
+def note_step(snaps: ht.Snapshots, step: int, rank: int) -> None:
+    Now.slots.append(sorted(each.name for each in Path(snaps.memory_place).glob(f"{LOCAL_RANK}.[0-9]")))
+    if CASE.get("by rank"):
+        if rank == 0:
+            (FOLDER / "now").write_text(str(step))
+        time.sleep(CASE.get("pause_s", 0.0))
 
 
 def hold_back_replacements() -> None:
@@ -272,6 +277,7 @@ def what_is_there(step: int, model: nn.Module, adam: Any, schedule: Any) -> dict
         "random": digest([torch.get_rng_state()]),
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if CASE.get("compiled") else 0,
         "rates": schedule.get_last_lr(),
+        **({"slots": Now.slots} if CASE.get("slots") else {}),
     }
 
 
@@ -329,8 +335,7 @@ def main() -> None:
                     if stopping is not None:
                         stopping.losses.append(loss)
                     snaps.step(loss=loss)
-                    if CASE.get("by rank"):
-                        note_step(state.step, pg.rank)
+                    note_step(snaps, state.step, pg.rank)
                     reach("between steps", state.step)
                 reach("end of an epoch", state.step)
             return what_is_there(state.step, model, adam, schedule)

@@ -156,6 +156,22 @@ def await_release() -> None:
         time.sleep(0.001)
 
 
+def in_joins() -> None:
+    """A rank may be lost while the ranks of a further world make its process group: it waits for the others there."""
+    make, worlds = dist.init_process_group, [0]
+
+    def made(*arguments: Any, **keywords: Any) -> None:
+        worlds[0] += 1
+        (FOLDER / f"makes world {worlds[0]}.{LOCAL_RANK}").touch()
+        if [LOCAL_RANK, "join", worlds[0], "kill"] in case.faults:
+            while len([*FOLDER.glob(f"makes world {worlds[0]}.*")]) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.002)
+        reach("join", worlds[0])
+        make(*arguments, **keywords)
+
+    dist.init_process_group = made
+
+
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     fetched = 0
 
@@ -359,4 +375,5 @@ def main() -> None:
         note_end(end)
 
 
+in_joins()
 main()

@@ -356,6 +356,35 @@ def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Pat
     until(lambda: not Path(told.split()[0]).exists(), "the shared-memory folder is gone")
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_value_that_is_not_finite_is_said_though_the_worker_is_gone(tmp_path: Path, stops: bool) -> None:
+    folder = tmp_path / "snaps"
+    first = (
+        "from holdfast.train.snapshots.layout import Image, TensorEntry\n"
+        "image = Image.plan([TensorEntry('weight', 'F32', (1 << 18,))])\n"
+        "memory = own.stage(1, image.size_bytes)\n"
+        "memory[:] = image.header.ljust(image.size_bytes, b'\\0')\n"
+        "memory[-4:] = b'\\0\\0\\xc0\\x7f'\n"  # nan
+        "saver.commit(None)\n"
+        "parts = [[len(image.header), image.size_bytes, 'float32']]\n"
+        f"about = dict(trained=parts, stops_not_finite={stops})\n"
+        "saver.persist(SaveRequest(FOLDER, 1, begin(FOLDER, 1), 0, 1, **about))\n"
+        "say()\ndie()"
+    )
+    second = (
+        f"end = time.monotonic() + {WAIT_S}\n"
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as heard:\n"
+        "    while not heard and time.monotonic() < end: saver.check(); time.sleep(0.01)\n"
+        "say(*(each.message for each in heard))"
+    )
+    done = run_lives(folder, first, second)
+    told = done.stdout.splitlines()[1]
+    assert "rank 0, after its end: weight of rank 0 has values that are not finite after step 1" in told, done.stderr
+    assert committed(folder) == ({} if stops else {1: {"finite": False}})
+    until(lambda: not Path(told.split()[0]).exists(), "the shared-memory folder is gone")
+
+
 def test_workers_that_start_at_once_share_one_saver(tmp_path: Path) -> None:
     many = """
 import os, subprocess, sys

@@ -78,6 +78,35 @@ def test_an_added_slot_keeps_both_others_and_belongs_to_the_successor(tmp_path: 
     successor.close()
 
 
+def test_an_added_slot_is_removed_when_another_one_is_newer(tmp_path: Path, own: Slots) -> None:
+    """Its memory is given back though somebody maps it, as the saver does with what it has written."""
+    put(own, 1, 1)
+    put(own, 2, 2)
+    assert not own.remove_added()
+    assert own.add()
+    put(own, 3, 3)
+    assert not own.remove_added(), "it has the newest state"
+    (newest, *_) = slots.committed_slots(tmp_path, 0)
+    put(own, 4, 4)
+    lent = slots.lend(newest)
+    assert not own.remove_added(), "it is being written"
+    slots.release(lent)
+    assert own.remove_added()
+    assert bytes(newest.data) == bytes(SIZE)
+    assert sorted(path.name for path in tmp_path.glob("0.[0-9]")) == ["0.0", "0.1"]
+    assert [slot.step for slot in own.committed()] == [4, 2]
+    put(own, 5, 5)
+    assert own.add()
+    put(own, 6, 6)
+    own.close()
+    successor = Slots(tmp_path, SlotOwner(0))
+    assert successor.count == 3
+    put(successor, 7, 7)
+    assert successor.remove_added()
+    assert [slot.step for slot in successor.committed()] == [7, 5]
+    successor.close()
+
+
 def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
     put(own, 2, 2)
@@ -110,6 +139,17 @@ def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, own: Slots, wher
         file.seek(where)
         file.write(bytes([old ^ 4]))
     assert slots.committed_slots(tmp_path, 0) == []
+
+
+def test_a_slot_of_another_version_is_none(tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`holdfast snaps ls` reads the slots of all jobs of a host."""
+    written = SaveRequest.to_json
+    monkeypatch.setattr(SaveRequest, "to_json", lambda request: {**written(request), "new": 1})
+    with pytest.raises(ValueError, match="'new'"):
+        put(own, 1, 1)  # it reads what it has written
+    assert slots.committed_slots(tmp_path, 0) == []
+    monkeypatch.setattr(slots, "_slot_of", lambda *all_of_it: all_of_it)
+    assert slots.read_file(memory_folder.slot_path(tmp_path, 0, 0)) is not None, "it is whole"
 
 
 def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path: Path, own: Slots) -> None:

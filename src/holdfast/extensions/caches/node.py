@@ -52,7 +52,7 @@ class OnNode(NodeExtension):
         copy_bytes_max: int = COPY_BYTES_MAX,
         copy_s_max: float = COPY_S_MAX,
     ) -> None:
-        """Raises CacheDirError if one of the folders cannot be used."""
+        """Raises CacheDirError if the node's folder cannot be used."""
         super().__init__(node, send)
         self._bytes_max = bytes_max
         self._copy_bytes_max = copy_bytes_max
@@ -79,37 +79,25 @@ class OnNode(NodeExtension):
             raise _unusable("--cache-dir", path, error) from error
         self._variables = variables(path, os.environ)
         node.write("caches", folder=path, had_entries=self._folder.had_entries, variables=list(self._variables))
-        if node.options.cache_from is not None:
-            try:
-                self._shared = self._open(node.options.cache_from)
-            except BaseException:
-                self._folder.close()
-                raise
-            if self._shared is not None:
-                self._seeding = asyncio.create_task(self._seed(self._folder, self._shared))
 
-    def _open(self, path: str) -> SharedFolder | None:
-        """None: the storage does not answer."""
+    async def begin(self) -> None:
+        """Raises CacheDirError if the shared folder cannot be used."""
+        folder, path = self._folder, self.node.options.cache_from
+        if folder is None or path is None:
+            return
         from holdfast.extensions.caches.shared_folder import SharedFolder  # few jobs need it
 
-        found: list[SharedFolder | OSError] = []
-
-        def look() -> None:
-            try:
-                found.append(SharedFolder(path))
-            except OSError as error:
-                found.append(error)
-
-        looking = threading.Thread(target=look, name="holdfast-cache-from", daemon=True)
-        looking.start()
-        looking.join(OPEN_S_MAX)
-        if not found:
+        try:
+            async with asyncio.timeout(OPEN_S_MAX):
+                self._shared = await run_detached(lambda: SharedFolder(path))
+        except TimeoutError:
             self.node.write("caches_seeded", **self._nothing_copied(f"no answer within {OPEN_S_MAX:g} s"))
-            return None
-        result = found[0]
-        if isinstance(result, OSError):
-            raise _unusable("--cache-from", path, result) from result
-        return result
+        except OSError as error:
+            self._folder = None
+            folder.close()
+            raise _unusable("--cache-from", path, error) from error
+        else:
+            self._seeding = asyncio.create_task(self._seed(folder, self._shared))
 
     async def _seed(self, folder: CacheFolder, shared: SharedFolder) -> None:
         bytes_max = self._copy_bytes_max

@@ -54,6 +54,8 @@ class AtCoordinator(CoordinatorExtension):
         """The host and the reason, in words, by member."""
         self._traits: dict[str, Mapping[str, str]] = {}
         """What each member has, by its name."""
+        self._nodes = 0
+        """Number of nodes of the newest generation whose nodes have reported what they have."""
         self._differing: set[str] = set()
         """Members that are parked because they differ. Always a part of `_parked`."""
         self._reported: dict[tuple[str, str], str] = {}
@@ -137,13 +139,22 @@ class AtCoordinator(CoordinatorExtension):
         self._traits[member] = message.traits
         if member in self._parked and member not in self._differing:
             return []  # it passes its check soon, and reports then
+        if not message.nodes and member not in self._differing:
+            return []  # a coordinator before this one has parked it: it reports again when it is prepared here
         known = {
             each.name: self._traits[each.name]
             for each in self.job.members()
             if each.name in self._traits and (each.name == member or each.name not in self._parked)
         }
-        # A majority of those who were the first to report would not be one of all.
-        if len(known) < message.nodes:
+        # A majority of those who were the first to report would not be one of all, nor would one of those who are left
+        # where most others have not reported yet
+        # (test_a_node_that_differs_is_not_compared_with_the_few_that_have_reported).
+        if message.nodes:
+            self._nodes = wanted = message.nodes
+        else:
+            others = sum(each.name != member and each.name not in self._parked for each in self.job.members())
+            wanted = 1 + min(self._nodes, others)
+        if len(known) < wanted:
             return []
         found = differences(known)
         orders = self._reports(found, known)

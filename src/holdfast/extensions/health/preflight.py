@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from holdfast import own_folders
 from holdfast.detached import run_detached
 from holdfast.doctor import DoctorFinding, Level, LocalFacts
 from holdfast.doctor.facts import (
@@ -25,7 +26,6 @@ from holdfast.doctor.facts import (
     gather_facts,
     machine_facts,
     machine_state,
-    temporary_folder,
 )
 from holdfast.doctor.gpu_full import full_traits
 from holdfast.doctor.local import (
@@ -83,7 +83,7 @@ async def check_node(options: RunOptions, host: str) -> Preflight:
 
 
 async def _quick_facts(options: RunOptions, host: str) -> LocalFacts:
-    paths = [path for path in (options.logs.log_dir, temporary_folder(os.environ)) if path]
+    paths = [path for path in (options.logs.log_dir, own_folders.temporary(os.environ)) if path]
     state, shm, *others = await asyncio.gather(machine_state(), *map(folder, ("/dev/shm", *paths)))
     machine = await run_detached(lambda: machine_facts(host, ""))  # it loads psutil, and reads many files
     visible = {name: os.environ[name] for name in VISIBLE if name in os.environ}

@@ -70,8 +70,11 @@ def serve(node: Node, vitals: Vitals) -> Server | None:
 def metrics_pages(vitals: Vitals) -> Pages:
     try:
         from holdfast.extensions.metrics.exposition import CONTENT_TYPE, Metrics
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("--metrics needs prometheus-client: pip install 'holdfast[metrics]'") from error
+    except Exception as error:  # another package's: one that is broken, too old or half removed raises anything
+        raise MissingPackageError(
+            f"--metrics cannot import prometheus-client ({type(error).__name__}: {error}): "
+            "pip install 'holdfast[metrics]'"
+        ) from error
     metrics = Metrics(lambda: vitals.facts)
     return {"/metrics": lambda: HttpResponse(200, CONTENT_TYPE, metrics.text())}
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.protocol.errors import (
+    NotFiniteError,
     RetentionError,
     SnapshotDamagedError,
     SnapshotError,
@@ -54,7 +55,9 @@ from holdfast.train.snapshots.folder import (
     verify,
 )
 from holdfast.train.snapshots.layout import (
+    FINITE,
     MANIFEST,
+    NOT_FINITE,
     RECORD_BYTES_MAX,
     FolderKind,
     Key,
@@ -67,6 +70,7 @@ from holdfast.train.snapshots.layout import (
     record_file,
     refusal_file,
 )
+from holdfast.train.snapshots.not_finite import NotFiniteSearch, Part
 from holdfast.train.snapshots.remote import STORE_POLL_S, Location, RemotePath, location_of
 
 PHASES = (
@@ -84,6 +88,11 @@ LEFT_S = 10.0
 """Rank 0 waits this long for the next change of an attempt, if the ranks have gone on without a lost one (s)."""
 POLL_S_MIN, POLL_S_MAX = 0.002, 0.1
 """Pause between two listings of an attempt on a file system; it doubles from the first to the second (s)."""
+STOPPED = (
+    "This state was not saved, and the next start goes on from the newest one whose values are finite "
+    "(SnapshotOptions(nonfinite='stop'))."
+)
+MARKED = "The snapshot is marked: resume() prefers an older one, and retention keeps the newest without such values."
 REFUSAL_BYTES_MAX = 1 << 16
 """Only this much of another rank's refusal is read."""
 
@@ -111,6 +120,10 @@ class SaveRequest:
     """JSON that goes into the rank's record."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """JSON; that of rank 0 goes into the manifest."""
+    trained: Sequence[Part] | None = None
+    """The parts of the file in which `write_rank` looks for numbers that are not finite; None: it does not look."""
+    stops_not_finite: bool = False
+    """Whether there is no commit if it finds one."""
 
     @property
     def key(self) -> Key:
@@ -155,8 +168,9 @@ class SaveRequest:
             raise ValueError(f"a request to save: {error}"[:200]) from error
 
         texts, numbers = (request.folder,), (request.step, request.attempt, request.rank, request.world)
-        objects = (request.note, request.metadata)
-        for kind, fields in ((str, texts), (int, numbers), (dict, objects)):
+        objects, lists = (request.note, request.metadata), () if request.trained is None else (request.trained,)
+        truths = (request.stops_not_finite,)
+        for kind, fields in ((str, texts), (int, numbers), (dict, objects), (list, lists), (bool, truths)):
             if any(type(each) is not kind for each in fields):
                 raise ValueError(f"a request to save: {request}"[:200])
         return request
@@ -209,7 +223,8 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     try:
         if isinstance(folder, RemotePath):
             remote_commit.check_open(folder)  # an object store would let us replace objects of a committed snapshot
-        with ChunkDigests(data) as digests:
+        search = None if request.trained is None else NotFiniteSearch(data, request.trained)
+        with ChunkDigests(data, None if search is None else search.look) as digests:
             disk.write_all(file, data, beside=digests.start)
             at("written")
             chunks = digests.results()
@@ -222,7 +237,7 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
             size_bytes=len(data),
             digest=root_digest(len(data), chunks),
             chunks=chunks,
-            note=request.note,
+            note=request.note if search is None else {**request.note, NOT_FINITE: search.first()},
         )
         disk.write_atomically(folder / record_file(request.rank), record.dump())
         if request.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
@@ -244,23 +259,36 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
 
 
 def commit(
-    request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere, left: threading.Event | None = None
+    request: SaveRequest,
+    *,
+    patience: float = PATIENCE_S,
+    at: At = nowhere,
+    left: threading.Event | None = None,
+    warn: Callable[[str], object] = nowhere,
 ) -> Location:
     """Wait up to `patience` seconds for all ranks' records, then commit; rank 0 calls it. Returns the committed folder.
-    `left`: set when the ranks have gone on without a lost one, whose record may never come (LEFT_S).
+    `left`: set when the ranks have gone on without a lost one, whose record may never come (LEFT_S). `warn`: called
+    with a text for the user if some value is not finite.
 
     It is durable when this returns. On any failure the attempt is removed and older snapshots are unchanged. Raises
     SnapshotIncompleteError when a rank refused or is missing; SnapshotDamagedError when a rank's file differs from its
-    record; SnapshotWriteError; ValueError for metadata that is not JSON.
+    record; NotFiniteError if the request says so; SnapshotWriteError; ValueError for metadata that is not JSON.
     """
     try:
         records = _gather(request, patience, left)
         at("gathered")
+        metadata = dict(request.metadata)
+        if request.trained is not None:
+            metadata[FINITE] = not (bad := _not_finite(request, records))
+            if bad and request.stops_not_finite:
+                raise NotFiniteError(f"{bad}\n{STOPPED}")
+            if bad:
+                warn(f"{bad}. {MARKED}")
         manifest = Manifest(
             step=request.step,
             attempt=request.attempt,
             ranks=tuple(RankEntry(each.rank, each.size_bytes, each.digest) for each in records),
-            metadata=dict(request.metadata),
+            metadata=metadata,
             saved_unix_s=time.time(),
         )
         _publish(request, manifest.dump(), at)
@@ -278,6 +306,15 @@ def commit(
         abandon(request)
         raise
     return request.committed_path
+
+
+def _not_finite(request: SaveRequest, records: Iterable[RankRecord]) -> str:
+    """The first rank and its first tensor with a value that is not finite, as a sentence; empty: all are finite."""
+    found = ((each.note.get(NOT_FINITE), each.rank) for each in records)
+    return next(
+        (f"{name} of rank {n} has values that are not finite after step {request.step}" for name, n in found if name),
+        "",
+    )
 
 
 def abandon(request: SaveRequest) -> None:

@@ -100,7 +100,9 @@ class ChunkDigests:
     """The digests of the chunks of `data`, made by threads between `start` and `results`. Use it as a context manager:
     the threads have ended when the body is left."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, look: Callable[[int, int], object] | None = None) -> None:
+        """`look`: called by the threads with begin and end of each chunk, while it is in a cache."""
+        self._look = look
         self._data, self._pool = data, ThreadPoolExecutor(hash_threads(), "holdfast-digest")
         self._begins = chunk_begins(len(data))
         self._shares: list[Future[list[str]]] = []
@@ -125,7 +127,13 @@ class ChunkDigests:
         self._pool.shutdown(cancel_futures=True)
 
     def _digest(self, begins: Iterable[int]) -> list[str]:
-        return [chunk_digest(self._data[begin : begin + CHUNK_BYTES]) for begin in begins if not self._stopped]
+        return [self._of_chunk(begin) for begin in begins if not self._stopped]
+
+    def _of_chunk(self, begin: int) -> str:
+        digest = chunk_digest(self._data[begin : begin + CHUNK_BYTES])
+        if self._look is not None:
+            self._look(begin, min(begin + CHUNK_BYTES, len(self._data)))
+        return digest
 
 
 FIRST_BYTES = 16 << 20

@@ -21,7 +21,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -326,8 +326,9 @@ def carry_out(save: Save, read_backs: ReadBacks, tell: Tell) -> None:
     """Write this rank's file, and commit if this is rank 0; then read the file back, if the request says so. It runs in
     its own thread, and `tell` gets the answers to the worker (saver_connection.py)."""
     written: list[Written] = []
+    warnings: list[str] = []
     try:
-        path = _carry_out(save, written, tell)
+        path = _carry_out(save, written, tell, warnings.append)
     except SnapshotError as error:
         tell(_failed(save, error.code, str(error)))
     except Exception as error:  # noqa: BLE001 - one failed save must not end the others
@@ -336,7 +337,7 @@ def carry_out(save: Save, read_backs: ReadBacks, tell: Tell) -> None:
     else:
         if path is not None and READ_BACK in save.request.note:
             read_backs.committed(path)
-        tell({"is": "saved", "path": str(path or "")})
+        tell({"is": "saved", "path": str(path or ""), "warning": "\n".join(warnings)})
         while written:
             read_backs.own(written.pop())
     for each in written:
@@ -357,12 +358,12 @@ def read_back(path: Location, read_backs: ReadBacks, tell: Tell) -> None:
         tell({"is": "read back", "code": "", "text": ""})
 
 
-def _carry_out(save: Save, written: list[Written], tell: Tell) -> Location | None:
+def _carry_out(save: Save, written: list[Written], tell: Tell, warn: Callable[[str], object]) -> Location | None:
     if save.pending_flush is None:
         _write(save, written, tell)
         if save.request.rank:
             return None
-        return commit(save.request, patience=save.patience_s, left=save.left)
+        return commit(save.request, patience=save.patience_s, left=save.left, warn=warn)
 
     # Listed now, before the next life of the workers has any attempts.
     older = _older_attempts(save.request)

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Generator
 
-from holdfast.protocol.errors import SnapshotError, SnapshotMemoryError, SnapshotWriteError
+from holdfast.protocol.errors import NotFiniteError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.train.snapshots import changes
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.folder import Snapshot
@@ -32,6 +32,8 @@ class InProcessStaging:
         self._size_bytes = 0
         self._thread: threading.Thread | None = None
         self._failures: list[SnapshotError] = []
+        self._warnings: list[str] = []
+        self.not_finite_step = -1
         self._read_backs = ReadBacks(lambda: self.busy)
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
@@ -67,10 +69,12 @@ class InProcessStaging:
         written = None
         try:
             written = write(request, data)
-            path = changes.commit(request) if request.rank == 0 else None
+            path = changes.commit(request, warn=self._warnings.append) if request.rank == 0 else None
             if path is not None and written is not None:
                 self._read_backs.committed(path)
         except SnapshotError as error:
+            if isinstance(error, NotFiniteError):
+                self.not_finite_step = request.step
             self._failures.append(error)
         except (OSError, ValueError) as error:
             self._failures.append(SnapshotWriteError(f"step {request.step} was not saved: {error}"))
@@ -95,6 +99,8 @@ class InProcessStaging:
     def check(self) -> None:
         if self._failures:
             raise self._failures.pop(0)
+        while self._warnings:
+            warnings.warn(f"holdfast: {self._warnings.pop(0)}", RuntimeWarning, stacklevel=3)
 
     def wait(self) -> None:
         self._join()

@@ -119,6 +119,8 @@ def refusal_file(rank: int) -> str:
     return f"rank_{rank:05d}.refused"
 
 
+NOT_FINITE = "not_finite"
+"""Name in the note of a record: the first tensor with a number that is not finite; empty: there is none."""
 FINITE = "finite"
 """Name in the metadata: whether all values that training changes are finite; absent: that was not checked."""
 FORMAT = "holdfast-snapshot"
@@ -356,6 +358,8 @@ HEADER_BYTES_MAX = 100_000_000
 DIMENSIONS_MAX = 64
 SIZE_BYTES_MAX = 2**62
 METADATA = "__metadata__"
+PIECES = "holdfast.pieces"
+"""Key of the header's metadata with descriptions of the entries that are not whole tensors of a type of safetensors."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),

@@ -32,6 +32,8 @@ _POPULATE_READ = 22
 _COLLAPSE = 25
 """MADV_COLLAPSE, Linux 6.1."""
 _MAP_FIXED = 0x10
+_PUNCH_HOLE = 0x03
+"""FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
 _HUGE_S_MAX = 0.002
 """Limit of the processor time for one huge page: small pages for the same bytes take as much. One that takes longer had
 to be made free."""
@@ -50,6 +52,7 @@ _libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter's lock
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 def huge_page_bytes() -> int:
@@ -254,6 +257,20 @@ class GrowingFile:
         self.close()
         with contextlib.suppress(OSError):
             os.truncate(self.path, whole_bytes)
+
+    def remove(self) -> None:
+        """Remove the file, and give its memory back although other processes may still map it: they read zeros then,
+        where a file that is made smaller would be a SIGBUS. OSError."""
+        fd = open_for_writing(self.path)
+        try:
+            size_bytes = os.fstat(fd).st_size
+            if size_bytes and _libc.fallocate(fd, _PUNCH_HOLE, 0, size_bytes):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+        finally:
+            os.close(fd)
+        self.path.unlink()
+        self.close()
 
     def close(self) -> None:
         """Drop the mapping. It ends with its last view: the caller may still have one."""

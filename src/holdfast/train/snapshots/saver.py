@@ -81,7 +81,7 @@ class SaverConnection:
     left: bool = False
     """Whether it has sent "bye"."""
     failures: list[str] = field(default_factory=list)
-    """Failures that were sent to the worker; if it dies, it may not have read them."""
+    """Failures and warnings that were sent to the worker; if it dies, it may not have read them."""
 
 
 @dataclass
@@ -323,8 +323,8 @@ class Saver:
         """Send the answer to the worker that asked for the save; if it is gone, report a failure to others."""
         if worker in self._workers:
             _send(worker, answer)
-            if answer["is"] == "failed":
-                worker.failures.append(_of_rank(save, answer["text"]))
+            if text := _what_users_need(answer):
+                worker.failures.append(_of_rank(save, text))
         else:
             self._report(save, answer)
 
@@ -473,9 +473,9 @@ class Saver:
             call()
 
     def _report(self, save: Save, answer: Packet) -> None:
-        """Report a failure for which no living worker is waiting to the agent, and to the next worker."""
-        if answer["is"] == "failed" and not answer["made_good"]:
-            text = _of_rank(save, answer["text"])
+        """Report a failure or warning for which no living worker is waiting to the agent, and to the next worker."""
+        if (text := _what_users_need(answer)) and not answer.get("made_good"):
+            text = _of_rank(save, text)
             self._news_to_agent(text)
             self._keep_news(save.local_rank, text)
 
@@ -498,6 +498,11 @@ class Saver:
         if self._control is not None:
             with contextlib.suppress(OSError):
                 seqpacket.send(self._control, packet)
+
+
+def _what_users_need(answer: Packet) -> str:
+    """The failure or warning in an answer; empty: there is none."""
+    return str(answer.get("text" if answer["is"] == "failed" else "warning", ""))
 
 
 def _of_rank(save: Save, text: str) -> str:

@@ -29,6 +29,7 @@ from typing import Protocol
 
 from holdfast import memory_folder, seqpacket
 from holdfast.protocol.errors import (
+    NotFiniteError,
     SaverLostError,
     SnapshotError,
     SnapshotIncompleteError,
@@ -61,6 +62,8 @@ class Tier(Protocol):
     Empty: no state outlives this process."""
     states: int
     """The number of states for which it has room."""
+    not_finite_step: int
+    """The step of the last save that was refused because a value is not finite; -1: none was."""
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """Go on as this rank of another generation: states that are staged from now on belong to it."""
@@ -174,7 +177,8 @@ class SaverClient:
         self._lost_at_s: float | None = None
         """The time at which the saver was lost, or its restart was tried last (monotonic s)."""
         self._news: list[str] = []
-        """Results of a previous worker's saves."""
+        """What is to be said of saves: results of a previous worker's, warnings."""
+        self.not_finite_step = -1
         self.prefetched: saver_connection.Packet = {}
         """A description of the state that was fetched for this rank before it started (copy_service.py); empty: none
         was."""
@@ -483,13 +487,17 @@ class SaverClient:
                     self._asked[number].written = True
             case "saved", number:
                 self._asked.pop(number, None)
+                if text := str(packet.get("warning", "")):
+                    self._news.append(text)
             case "failed", number:
                 code, text = str(packet.get("code")), str(packet.get("text"))
-                if self._asked.pop(number, None) is None:
+                if (asked := self._asked.pop(number, None)) is None:
                     pass
                 elif code == SnapshotIncompleteError.code and packet.get("made_good") is True:
                     self._news.append(text)
                 else:
+                    if code == NotFiniteError.code:
+                        self.not_finite_step = asked.step
                     self._failures.append(disk.error_of(code, text))
             case "serving", _:
                 self.port, self.copy_error = int(packet.get("port", 0)), str(packet.get("text", ""))

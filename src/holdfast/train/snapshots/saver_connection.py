@@ -26,7 +26,7 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "bye"}                                    this worker ends regularly: nothing is rescued
     saver → worker   {"is": "prefetched", "fetched"}
                      {"is": "written", "id"}                          this rank's file is durable, its slot is free
-                     {"is": "saved", "id", "path"}                    the save is done; on rank 0 it is committed
+                     {"is": "saved", "id", "path", "warning"}         the save is done; on rank 0 it is committed
                      {"is": "failed", "id", "code", "text", "made_good"}
                      {"is": "serving", "port", "text"}                port 0: it cannot, and why
                      {"is": "forgotten"}

@@ -120,6 +120,8 @@ class Slots:
         """`folder`: the shared-memory folder. No file is made before the first `reserving`, `stage` or `writing`."""
         self._folder = folder
         self.owner = owner
+        self._usual = count
+        """The number of slots without an added one."""
         paths = [slot_path(folder, owner.local_rank, index) for index in range(COUNT_MAX)]
         # One that a previous worker has added belongs to them: its sequence number counts.
         self._files = [_File(path) for index, path in enumerate(paths) if index < count or path.exists()]
@@ -143,6 +145,26 @@ class Slots:
         if self.count == COUNT_MAX:
             return False
         self._files.append(_File(slot_path(self._folder, self.owner.local_rank, self.count)))
+        return True
+
+    def remove_added(self) -> bool:
+        """Remove a slot that was added, by this worker or a previous one, and give back its memory, unless it has the
+        newest state or is in use. Returns whether it was removed. Nobody may need its state, or map it to read."""
+        if self.count <= self._usual or self._staging is not None:
+            return False
+        number = self.count - 1
+        file = self._files[number]
+        if file.sequence == max(each.sequence for each in self._files) or (held := self._lock(number)) is None:
+            return False
+        try:
+            self._invalidate(number, held)
+            file.remove()
+        except OSError:
+            return False  # it stays, as an empty slot
+        finally:
+            release(held)
+        self._files.pop()
+        self._unfinished.pop(number, None)
         return True
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
@@ -494,10 +516,13 @@ def read(memory: memoryview, path: Path | None) -> Slot | None:
     if zlib.crc32(encoded, sequence & 0xFFFFFFFF) != crc:
         return None
     note = json.loads(encoded)
-    data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
-    if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
+    try:
+        data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
+        if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
+            return None
+        return _slot_of(note, data, sequence, path)
+    except (KeyError, ValueError):  # of another version of holdfast: any job of this host may be listed
         return None
-    return _slot_of(note, data, sequence, path)
 
 
 def _slot_of(note: Mapping[str, Any], data: memoryview, sequence: int, path: Path | None) -> Slot:
