@@ -20,14 +20,15 @@ sourced() {
         -o APT::Sandbox::User=root "$@"
 }
 sourced update
-DEBIAN_FRONTEND=noninteractive sourced install -y --no-install-recommends dpkg-dev golang-1.19-go openssl > /dev/null
+DEBIAN_FRONTEND=noninteractive sourced install -y --no-install-recommends dpkg-dev gcc golang-1.19-go jq make openssl rsync > /dev/null
 cd "$FOLDER"
 sourced source kubernetes > /dev/null 2>&1
 # Its module file is too old for this Go; as part of a GOPATH none is read.
 mkdir -p go/src/k8s.io
 mv kubernetes-*/ go/src/k8s.io/kubernetes
 cd go/src/k8s.io/kubernetes
-PATH=/usr/lib/go-1.19/bin:$PATH GOCACHE=$FOLDER/cache GOPATH=$FOLDER/go GO111MODULE=off CGO_ENABLED=0 \
-    nice -n 10 go build -o "$FOLDER/bin/kube-apiserver" ./cmd/kube-apiserver
+export PATH="/usr/lib/go-1.19/bin:$PATH" GOCACHE="$FOLDER/cache" GOPATH="$FOLDER/go" GO111MODULE=off
+nice -n 10 make gen_openapi > "$FOLDER/build.log" 2>&1 || { tail "$FOLDER/build.log" >&2; exit 1; }
+CGO_ENABLED=0 nice -n 10 go build -o "$FOLDER/bin/kube-apiserver" ./cmd/kube-apiserver
 cd "$FOLDER"
 rm -rf kubernetes_* cache go lists sources

@@ -178,8 +178,9 @@ class ControlPlane:
 
     @property
     def version(self) -> tuple[int, int]:
+        """0.0, if the server was built without one: then it is taken for an old one."""
         told = self.ask("GET", "/version")
-        return int(told["major"]), int(told["minor"].rstrip("+"))
+        return int(told["major"] or 0), int(told["minor"].rstrip("+") or 0)
 
     def path_of(self, api: str, kind: str, namespace: str) -> str:
         """Where objects of this kind are; "" if the server does not know the kind."""
