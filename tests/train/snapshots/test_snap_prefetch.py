@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.linux import process_stat
 from holdfast.memory_folder import KEY, PREFETCH
 from holdfast.protocol.errors import CopyError
 from holdfast.train.snapshots import disk
@@ -19,7 +20,7 @@ from holdfast.train.snapshots.copy_service import Prefetch, WantedState, prefetc
 from holdfast.train.snapshots.saver_connection import key_of_life
 from holdfast.train.snapshots.slots import committed_slots
 from tests.support.limits import until
-from tests.train.snapshots.saves import Bench, savers
+from tests.train.snapshots.saves import Bench
 from tests.train.snapshots.test_snap_copies import HOST, OTHERS, SIZE, Between, Node, content, pair
 
 __all__ = ["pair"]
@@ -162,8 +163,10 @@ def test_a_worker_does_not_wait_for_a_saver_without_an_order(bench: Bench) -> No
     """The one that had it was killed, and another one is started in its place."""
     folder = bench.place.folder
     bench.client.close()
-    os.kill(bench.saver, signal.SIGKILL)
-    until(lambda: not savers(folder), "it is gone")
+    killed = bench.saver
+    os.kill(killed, signal.SIGKILL)
+    # Its command line is gone before its socket is closed, to which the next worker could still connect.
+    until(lambda: (stat := process_stat(killed)) is None or stat.state == "Z", "it is gone")
     (folder / PREFETCH).mkdir(mode=0o700)
     bench.connect()
     assert bench.client.prefetched == {}

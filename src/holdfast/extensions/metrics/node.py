@@ -71,10 +71,11 @@ def metrics_pages(vitals: Vitals) -> Pages:
     try:
         from holdfast.extensions.metrics.exposition import CONTENT_TYPE, Metrics
     except Exception as error:  # another package's: one that is broken, too old or half removed raises anything
-        raise MissingPackageError(
-            f"--metrics cannot import prometheus-client ({type(error).__name__}: {error}): "
-            "pip install 'holdfast[metrics]'"
-        ) from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "prometheus_client"
+        why = "needs prometheus-client"
+        if not missing:
+            why = f"cannot import prometheus-client ({type(error).__name__}: {error})"
+        raise MissingPackageError(f"--metrics {why}: pip install 'holdfast[metrics]'") from error
     metrics = Metrics(lambda: vitals.facts)
     return {"/metrics": lambda: HttpResponse(200, CONTENT_TYPE, metrics.text())}
 
