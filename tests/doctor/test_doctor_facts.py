@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ from holdfast.doctor.facts import (
     folder_facts,
     gather_facts,
     infiniband,
+    interfaces,
     may_trace,
     run_bounded,
     shown_gpus,
@@ -339,3 +341,13 @@ def test_a_log_folder_that_cannot_be_written_is_fatal(
 def test_the_doctor_imports_no_torch() -> None:
     code = "import sys; from holdfast.cli import main; main(['doctor', '--json']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_an_interface_whose_state_the_kernel_does_not_tell_counts_as_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under an emulator. No interface at all would be a failure of its own."""
+
+    def fails() -> None:
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    monkeypatch.setattr("psutil.net_if_stats", fails)
+    assert next(each for each in interfaces() if each.name == "lo").up

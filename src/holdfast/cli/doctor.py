@@ -435,15 +435,15 @@ def gpus() -> Facts:
 
 
 def network() -> Facts:
-    states = psutil.net_if_stats()
+    from holdfast.doctor.facts import infiniband, interface_states
+
+    states = interface_states()
     facts = {}
     for name, addresses in psutil.net_if_addrs().items():
         shown = [each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
         state = states.get(name)
         how = f"{'up' if state.isup else 'down'}, mtu {state.mtu}, " if state is not None else ""
         facts[name] = how + (", ".join(shown) or "no address")
-    from holdfast.doctor.facts import infiniband
-
     if devices := infiniband():
         facts["InfiniBand"] = ", ".join(devices)
     return facts

@@ -70,14 +70,24 @@ def infiniband(root: Path = ROOT) -> tuple[str, ...]:
         return ()
 
 
+def interface_states() -> dict[str, Any]:
+    """psutil's states of the network interfaces, by name; empty: an emulated kernel does not tell."""
+    import psutil
+
+    try:
+        return dict(psutil.net_if_stats())
+    except OSError:
+        return {}
+
+
 def interfaces() -> tuple[Interface, ...]:
     import psutil
 
-    stats = psutil.net_if_stats()
+    stats = interface_states()
     return tuple(
         Interface(
             name=name,
-            up=name in stats and stats[name].isup,
+            up=stats[name].isup if name in stats else not stats,
             addresses=tuple(
                 each.address
                 for each in sorted(addresses, key=lambda each: each.family)
