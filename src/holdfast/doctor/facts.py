@@ -87,6 +87,7 @@ def interfaces() -> tuple[Interface, ...]:
     return tuple(
         Interface(
             name=name,
+            # Where the kernel tells of none, none can be called down.
             up=stats[name].isup if name in stats else not stats,
             addresses=tuple(
                 each.address

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 
 from holdfast.protocol.errors import (
     HoldfastError,
-    NoValidSnapshotError,
     ShardingError,
     SnapshotDamagedError,
     SnapshotError,
@@ -33,6 +32,7 @@ from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.reducers import Order
 from holdfast.train.replicas import first_not_finite
 from holdfast.train.save import ALONE_SAVE
+from holdfast.train.snapshots import disk
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.copy_service import State, is_copy
 from holdfast.train.snapshots.flush import meeting_number
@@ -337,10 +337,8 @@ class Resumer:
         while True:
             chosen = self.peers.broadcast(self._next_on_disk(passed) if self.peers.rank == 0 else None)
             self.skipped = list(chosen.get("skipped", self.skipped))
-            if chosen.get("none_valid"):
-                raise NoValidSnapshotError(chosen["error"])
-            if "error" in chosen:
-                raise chosen["error"] if isinstance(chosen["error"], HoldfastError) else SnapshotError(chosen["error"])
+            if (error := chosen.get("error")) is not None:
+                raise error if isinstance(error, HoldfastError) else disk.error_of(*error)
             if not chosen["path"]:
                 self._clear()
                 return None
@@ -378,10 +376,8 @@ class Resumer:
                 tuple(each for each in some if each.key not in passed) for some in (found.committed, found.suspects)
             ]
             chosen = folders.choose(replace(found, committed=left[0], suspects=left[1]), fresh_ok=self.fresh_ok)
-        except NoValidSnapshotError as error:
-            return {"error": str(error), "none_valid": True}
         except HoldfastError as error:
-            return {"error": error if self.peers.world == 1 else str(error)}
+            return {"error": error if self.peers.world == 1 else [error.code, str(error)]}
         if chosen is None:
             if self._lost:
                 warnings.warn(

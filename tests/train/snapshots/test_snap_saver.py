@@ -340,16 +340,19 @@ def test_a_restarted_worker_finds_its_slots_under_torchrun(tmp_path: Path) -> No
     until(lambda: not Path(one[0]).exists(), "the shared-memory folder is gone with the launcher")
 
 
+HEARS = f"""
+import warnings
+end = time.monotonic() + {WAIT_S}
+with warnings.catch_warnings(record=True) as heard:
+    while not heard and time.monotonic() < end: saver.check(); time.sleep(0.01)
+say(*(each.message for each in heard))
+"""
+"""A life that waits for the news of the one before."""
+
+
 def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Path) -> None:
     first = "stage(1)\nsaver.persist(SaveRequest('/nowhere', 1, 1, 0, 1))\nsay()\ndie()"
-    second = (
-        f"end = time.monotonic() + {WAIT_S}\n"
-        "import warnings\n"
-        "with warnings.catch_warnings(record=True) as heard:\n"
-        "    while not heard and time.monotonic() < end: saver.check(); time.sleep(0.01)\n"
-        "say(*(each.message for each in heard))"
-    )
-    done = run_lives(tmp_path, first, second)
+    done = run_lives(tmp_path, first, HEARS)
     told = done.stdout.splitlines()[1]
     assert "rank 0, after its end: " in told, done.stderr
     assert "is not there" in told
@@ -371,14 +374,7 @@ def test_a_value_that_is_not_finite_is_said_though_the_worker_is_gone(tmp_path: 
         "saver.persist(SaveRequest(FOLDER, 1, begin(FOLDER, 1), 0, 1, **about))\n"
         "say()\ndie()"
     )
-    second = (
-        f"end = time.monotonic() + {WAIT_S}\n"
-        "import warnings\n"
-        "with warnings.catch_warnings(record=True) as heard:\n"
-        "    while not heard and time.monotonic() < end: saver.check(); time.sleep(0.01)\n"
-        "say(*(each.message for each in heard))"
-    )
-    done = run_lives(folder, first, second)
+    done = run_lives(folder, first, HEARS)
     told = done.stdout.splitlines()[1]
     assert "rank 0, after its end: weight of rank 0 has values that are not finite after step 1" in told, done.stderr
     assert committed(folder) == ({} if stops else {1: {"finite": False}})
