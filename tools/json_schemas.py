@@ -29,7 +29,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs" / "schemas"
 ELSEWHERE = {
     "run": ("holdfast.cli.plan",),
     "launch": ("holdfast.cli.plan",),
-    "doctor": ("holdfast.doctor",),
+    "doctor": ("holdfast.doctor.findings",),
     "submit": ("holdfast.cli.submit", "holdfast.cli.submit_k8s"),
 }
 """Modules with the forms of commands whose own module does not have them, or not all."""

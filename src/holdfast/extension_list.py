@@ -6,6 +6,7 @@ Each is a folder of `holdfast.extensions` with those files that it needs:
     coordinator.py  `AtCoordinator`, its half at the coordinator (pure: protocol/extension.py)
     node.py         `OnNode`, its half on each node (runtime/node_extension.py)
     worker.py       what runs in a worker, loaded by its path
+    ahead.py        `work(options)`: what a child finds out while the agent imports its modules (runtime/ahead.py)
     command.py      its commands: `main_NAME` and `NAME_parser` for each
 
 The list is literal, and a file is imported when it is needed: with the first question, message, or command. To add one,
@@ -33,16 +34,19 @@ class Extension:
         commands: "Mapping[str, str]" = {},  # noqa: B006 - never changed
         follows: bool = False,
         begins: "Callable[[RunOptions], bool] | None" = None,
+        ahead: "Callable[[RunOptions], bool]" = lambda _: False,
         package: str = "holdfast.extensions",
     ) -> None:
         """`questions`: those that its half at the coordinator answers. `commands`: sub-commands of holdfast, and what
         they do. `follows`: its halves are made at the start, because they have something to do without a question.
-        `begins`: whether its half on a node does, in a job with these options; None: as `follows` says."""
+        `begins`: whether its half on a node does, in a job with these options; None: as `follows` says. `ahead`:
+        whether its file ahead.py does."""
         self.name = name
         self.questions = questions
         self.commands = commands
         self.follows = follows
         self._begins = begins
+        self._ahead = ahead
         self._package = package
 
     def coordinator(self, job: "Job") -> "CoordinatorExtension":
@@ -51,6 +55,10 @@ class Extension:
 
     def begins(self, options: "RunOptions") -> bool:
         return self.follows if self._begins is None else self._begins(options)
+
+    def ahead(self, options: "RunOptions") -> "Callable[[], bytes] | None":
+        """What a child finds out for its half on a node; None: nothing in a job with these options."""
+        return (lambda: self.file("ahead").work(options)) if self._ahead(options) else None
 
     def node(self, node: "Node", send: "Send") -> "NodeExtension | None":
         """None: it has no half there."""
@@ -119,6 +127,7 @@ EXTENSIONS = (
         begins=lambda options: (
             bool(options.health_command) or options.preflight != "off" or options.watch_devices or options.watch_cards
         ),
+        ahead=lambda options: options.preflight == "quick",
     ),
     Extension("load", follows=True),
     Extension("metrics", begins=lambda options: options.metrics is not None or options.health is not None),

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main
-from holdfast.doctor import TorchFacts, TorchState
 from holdfast.doctor.facts import (
     FactsRequest,
     ask_torch,
@@ -30,6 +29,7 @@ from holdfast.doctor.facts import (
     shown_gpus,
     try_to_bind,
 )
+from holdfast.doctor.findings import TorchFacts, TorchState
 from holdfast.doctor.machine_state import GpuState, GpuUser, MachineState
 from holdfast.linux import GroupLimits, default_interface
 from holdfast.protocol.options import Endpoint

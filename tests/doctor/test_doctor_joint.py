@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec import structs
 
-from holdfast.doctor import (
+from holdfast.doctor import joint_server, probe
+from holdfast.doctor.findings import (
     DoctorFinding,
     JointCheck,
     Level,
@@ -25,8 +26,6 @@ from holdfast.doctor import (
     Summary,
     TorchFacts,
     TorchState,
-    joint_server,
-    probe,
 )
 from holdfast.doctor.joint import JointOptions, JointResult, check_together
 from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.diagnosis.reference import finding_texts
-from holdfast.doctor import (
+from holdfast.doctor.findings import (
     DoctorFinding,
     Interface,
     JointCheck,

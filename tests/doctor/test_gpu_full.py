@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.doctor import DoctorFinding, Level, TorchFacts, TorchState
 from holdfast.doctor.facts import FactsRequest, GpuCheck, gpu_test
+from holdfast.doctor.findings import DoctorFinding, Level, TorchFacts, TorchState
 from holdfast.doctor.gpu_full import full_traits, judge_full
 from holdfast.doctor.machine_state import DeviceMeasure, FullMeasure, ReduceMeasure
 from holdfast.doctor.majority import differences

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.doctor import DoctorFinding, Level
 from holdfast.doctor.device_events import changes
+from holdfast.doctor.findings import DoctorFinding, Level
 from holdfast.doctor.gpu_rules import examine_machine, port_health
 from holdfast.doctor.machine_reader import XidSource, has_gpus, read_machine, read_nvml, read_smi, used_memory
 from holdfast.doctor.machine_state import (

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 
 import pynvml  # noqa: E402 - where there are GPUs
 
-from holdfast.doctor import TorchFacts, TorchState  # noqa: E402
 from holdfast.doctor.facts import FactsRequest, GpuCheck, gpu_test  # noqa: E402
+from holdfast.doctor.findings import TorchFacts, TorchState  # noqa: E402
 from holdfast.doctor.gpu_full import judge_full  # noqa: E402
 from holdfast.doctor.gpu_rules import examine_machine  # noqa: E402
 from holdfast.doctor.machine_reader import (  # noqa: E402

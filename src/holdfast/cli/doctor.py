@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from holdfast.cli.grammar import Parsed
     from holdfast.cli.rendezvous import RendezvousOptions
-    from holdfast.doctor import DoctorFinding, LocalFacts
+    from holdfast.doctor.findings import DoctorFinding, LocalFacts
     from holdfast.doctor.joint import JointOptions, JointResult
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < parsed.values.timeout <= TIMEOUT_S_MAX:
         raise parsed.error("timeout", UsageError, f"must be a positive number of seconds, {TIMEOUT_S_MAX:g} at most")
     found = check(parsed)
-    from holdfast.doctor import exit_code, render
+    from holdfast.doctor.findings import exit_code, render
 
     strict: bool = parsed.values.strict
     if parsed.values.json:
@@ -237,7 +237,7 @@ def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
     """The output of --json: findings, facts, and every pair."""
     import msgspec
 
-    from holdfast.doctor import as_json as findings_json
+    from holdfast.doctor.findings import as_json as findings_json
 
     document: dict[str, object] = {"host": found.facts.host, **findings_json(found.findings, strict=strict)}
     check = found.joint.check

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from holdfast.protocol.options import RunOptions
     from holdfast.protocol.outcome import Outcome
     from holdfast.runtime.agent_service import Finished
+    from holdfast.runtime.ahead import Ahead
     from holdfast.runtime.node_extension import Registered
     from holdfast.supervisor.supervisor import SupervisorHandle
 
@@ -249,13 +250,25 @@ def run_agent(
     # asyncio asks for ssl, and this process uses no TLS in asyncio: etcd has clients of its own, in threads. What the
     # backend of a third party uses is not known.
     with quick_imports(without="ssl" if options.third_party is None else ""):
+        ahead = fork_those_ahead(extensions, options)  # of modules that the children need too, none is there yet
         from holdfast.diagnosis.causes import judge
         from holdfast.runtime.agent_service import run_job
 
     if begin is not None:
         begin()
     hand_on_interrupts()
-    return run_job(options, supervisor, judge=judge, render=show, extensions=extensions, load=load_end)
+    return run_job(options, supervisor, judge=judge, render=show, extensions=extensions, load=load_end, ahead=ahead)
+
+
+def fork_those_ahead(extensions: Sequence[Registered], options: RunOptions) -> dict[str, Ahead]:
+    """Fork a child for each extension that has something to find out while this process imports its modules."""
+    works = {each.name: work for each in extensions if (work := each.ahead(options)) is not None}
+    if not works:
+        return {}
+    from holdfast.runtime.ahead import fork_ahead
+
+    forked = {name: fork_ahead(work) for name, work in works.items()}
+    return {name: child for name, child in forked.items() if child is not None}
 
 
 @contextlib.contextmanager

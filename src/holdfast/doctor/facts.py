@@ -27,7 +27,7 @@ from msgspec import structs
 
 from holdfast import own_folders
 from holdfast.detached import run_detached
-from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
+from holdfast.doctor.findings import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
 from holdfast.doctor.machine_reader import read_machine
 from holdfast.doctor.machine_state import FullMeasure, MachineState
 from holdfast.linux import GroupLimits, default_interface, own_address, read_int, read_text

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from holdfast.doctor import DoctorFinding, fatal, passed, rate, warn
+from holdfast.doctor.findings import DoctorFinding, fatal, passed, rate, warn
 from holdfast.doctor.machine_state import DeviceMeasure, FullMeasure
 from holdfast.text import listed
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from holdfast.doctor import DoctorFinding, Level, fatal, passed, warn
+from holdfast.doctor.findings import DoctorFinding, Level, fatal, passed, warn
 from holdfast.doctor.machine_state import Fabric, GpuState, MachineState, NetworkPort, Recovery, Slowdown, Virtual
 from holdfast.text import listed
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.detached import run_detached
-from holdfast.doctor import (
+from holdfast.doctor.findings import (
     DoctorFinding,
     JointCheck,
     Level,

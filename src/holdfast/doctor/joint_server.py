@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.doctor import NodePath, NodeReport, Reached, Reduced
+from holdfast.doctor.findings import NodePath, NodeReport, Reached, Reduced
 from holdfast.doctor.probe import KEY_BYTES, Peer
 from holdfast.protocol import codec
 from holdfast.protocol.errors import HoldfastError, PeerError, ProtocolError, RefusedError

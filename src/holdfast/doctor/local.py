@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from holdfast.doctor import (
+from holdfast.doctor import gpu_rules
+from holdfast.doctor.findings import (
     GIB,
     MIB,
     DoctorFinding,
@@ -16,7 +17,6 @@ from holdfast.doctor import (
     TorchFacts,
     TorchState,
     fatal,
-    gpu_rules,
     passed,
     retry,
     size,

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
-from holdfast.doctor.machine_state import GpuState, MachineState
 from holdfast.text import listed
+
+if TYPE_CHECKING:
+    from holdfast.doctor.machine_state import GpuState, MachineState  # the coordinator compares, and reads no machine
 
 NODES_MIN = 3
 VALUE_CHARACTERS_MAX = 200
@@ -75,6 +77,10 @@ class NodeDifference(Struct, frozen=True):
     trait: str
     text: str
     weight: Weight
+
+    @property
+    def slows(self) -> bool:
+        return self.weight is Weight.SLOWS
 
 
 def profile(state: MachineState, gpus: tuple[GpuState, ...], nic_mbit_s: int = 0) -> dict[str, str]:

@@ -27,8 +27,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.doctor import NodePath, Reached, Reduced
 from holdfast.doctor.facts import ERROR_CHARS_MAX, addresses_of, end, last_json
+from holdfast.doctor.findings import NodePath, Reached, Reduced
 from holdfast.protocol.errors import UnresolvedHostError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import Port

@@ -8,7 +8,6 @@ node that is slow again is at fault; if none is, the link between the two was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import NamedTuple
 
 SLOW_SHARE = 0.9
@@ -64,7 +63,7 @@ def judge(rates: Mapping[Pair, float], slow_share: float = SLOW_SHARE) -> tuple[
     """The slow nodes and links of both rounds, or of all pairs; the slowest first. Rates may have any unit."""
     if len(rates) < 3:  # of two rates none is the usual one
         return ()
-    usual = median(rates.values())
+    usual = _median(rates)
     slow = {pair: rate / usual for pair, rate in rates.items() if rate < slow_share * usual}
     found = []
     explained: set[Pair] = set()
@@ -82,8 +81,14 @@ def judge(rates: Mapping[Pair, float], slow_share: float = SLOW_SHARE) -> tuple[
 
 
 def _slow(rates: Mapping[Pair, float]) -> Sequence[tuple[Pair, float]]:
-    usual = median(rates.values()) if len(rates) > 1 else 0.0
+    usual = _median(rates) if len(rates) > 1 else 0.0
     return [(pair, rate) for pair, rate in rates.items() if rate < SLOW_SHARE * usual]
+
+
+def _median(rates: Mapping[Pair, float]) -> float:
+    from statistics import median  # the coordinator imports this file at each start, and most jobs measure no pairs
+
+    return median(rates.values())
 
 
 def _sorted(one: int, other: int) -> Pair:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from holdfast.doctor import (
+from holdfast.doctor.findings import (
     DoctorFinding,
     JointCheck,
     NodePath,
@@ -23,7 +23,7 @@ from holdfast.doctor import (
     span,
     warn,
 )
-from holdfast.doctor.majority import NODES_MIN, Weight, differences
+from holdfast.doctor.majority import NODES_MIN, differences
 from holdfast.doctor.slow_pairs import judge
 from holdfast.text import is_loopback, listed
 
@@ -296,7 +296,7 @@ def machines(check: JointCheck) -> Iterator[DoctorFinding]:
     traits = {host: summary.traits for host, summary in summaries(check)}
     found = differences(traits)
     for each in found:
-        fix = "repair it, or leave it out" if each.weight is Weight.SLOWS else "give all nodes the same"
+        fix = "repair it, or leave it out" if each.slows else "give all nodes the same"
         yield replace(warn("HF568", what, each.text, fix), node=each.node)
     compared = [name for name in ("gpus", "ports", "nic_mbit_s") if any(name in own for own in traits.values())]
     if compared and not found and len(traits) >= NODES_MIN:

@@ -16,8 +16,9 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct, json
@@ -52,6 +53,7 @@ from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, fault_outco
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import JobView
 from holdfast.run_folder import RunFolder
+from holdfast.runtime.ahead import Ahead
 from holdfast.runtime.control import Control
 from holdfast.runtime.control_requests import ControlRequests
 from holdfast.runtime.coordinator_service import CoordinatorLink
@@ -130,16 +132,17 @@ def run_job(
     render: Render,
     extensions: Sequence[Registered],
     load: Callable[[], None] = lambda: None,
+    ahead: Mapping[str, Ahead] = MappingProxyType({}),
 ) -> int:
     """Run this node's part of a job and return its exit code. Raises HoldfastError, before any worker was started.
 
     `judge` separates the first failure from its consequences; `render` puts the end into words for the console. `load`
     imports the modules that `judge` and `render` need. It is called once, in a thread, while the workers run or are
     being stopped: a restart must not wait for it. `extensions` do everything else about a running job than forming,
-    starting and stopping its generations.
+    starting and stopping its generations; `ahead` has the children of some of them that work already.
     """
     try:
-        return asyncio.run(_run_job(options, supervisor, judge, render, load, extensions))
+        return asyncio.run(_run_job(options, supervisor, judge, render, load, extensions, ahead))
     except Exception as error:  # noqa: BLE001 - every error gets a code
         raise as_error(error) from error.__cause__
 
@@ -151,6 +154,7 @@ async def _run_job(
     render: Render,
     load: Callable[[], None],
     extensions: Sequence[Registered],
+    ahead: Mapping[str, Ahead],
 ) -> int:
     folder = RunFolder.create(options.logs, options.job.run_id)
     console = Console()
@@ -161,7 +165,9 @@ async def _run_job(
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
     try:
-        service = AgentService(options, supervisor, judge, folder, console, router, journal, host, load, extensions)
+        service = AgentService(
+            options, supervisor, judge, folder, console, router, journal, host, load, extensions, ahead
+        )
         try:
             await service.begin()
             outcome = await _outcome(service, journal, folder)
@@ -251,6 +257,7 @@ class AgentService:
         host: str,
         load: Callable[[], None],
         extensions: Sequence[Registered],
+        ahead: Mapping[str, Ahead],
     ) -> None:
         self._options = options
         self._supervisor = supervisor
@@ -279,7 +286,7 @@ class AgentService:
             versions=node_versions(options.command),
         )
         self._machine = Agent(self._node, options.limits, self._loop.time())
-        self.extensions = NodeExtensions(extensions, self._as_seen(), self._send, journal.fault)
+        self.extensions = NodeExtensions(extensions, self._as_seen(ahead), self._send, journal.fault)
         self._link: CoordinatorLink | None = None
         self._driver: Driver[Event, Command] | None = None
         self._worker_group: WorkerGroup | None = None
@@ -352,7 +359,7 @@ class AgentService:
                 await control.close(self._outcome())
         return outcome
 
-    def _as_seen(self) -> Node:
+    def _as_seen(self, ahead: Mapping[str, Ahead]) -> Node:
         """This node, as its extensions see it."""
         return Node(
             self._machine,
@@ -364,6 +371,7 @@ class AgentService:
             self._feed,
             lambda: self._worker_group,
             self.view,
+            ahead,
         )
 
     def _outcome(self) -> Outcome | None:

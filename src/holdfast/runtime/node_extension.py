@@ -27,6 +27,7 @@ from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import JobView, NodeView, RankProgress, RankSample, RankView
+from holdfast.runtime.ahead import Ahead
 from holdfast.supervisor.client import SupervisorClient, SupervisorEvent
 from holdfast.supervisor.generation import RunningGeneration
 
@@ -116,6 +117,7 @@ class Node:
         feed: Callable[[Event], None],
         workers: Callable[[], NodeWorkers | None],
         job_view: Callable[[], JobView | None],
+        ahead: Mapping[str, Ahead],
     ) -> None:
         """`feed` hands an event to the agent's machine. `workers` returns those of this node; None: the job has
         not begun."""
@@ -140,6 +142,8 @@ class Node:
         """Shows users a line on the console."""
         self.job_view = job_view
         """The coordinator's view of the job; None: the coordinator does not run in this process."""
+        self.ahead = ahead
+        """The children that work ahead of this agent, by the name of the extension."""
 
     @property
     def host(self) -> str:
@@ -320,6 +324,9 @@ class NodeHalf(Protocol):
     def begins(self, options: RunOptions) -> bool:
         """Whether it is made with the agent of a job with these options. Others are made, and imported, with their
         first message or question."""
+
+    def ahead(self, options: RunOptions) -> Callable[[], bytes] | None:
+        """What a child finds out while the agent imports its modules; None: nothing in a job with these options."""
 
     def node(self, node: Node, send: Send) -> NodeExtension | None: ...
 

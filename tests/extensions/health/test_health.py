@@ -14,10 +14,10 @@ from holdfast.diagnosis.causes import judge
 from holdfast.doctor.device_events import DeviceEvent
 from holdfast.extensions.health.device_watch import DeviceWatch
 from holdfast.extensions.health.event_limit import EVENTS_MAX
+from holdfast.extensions.health.found import FailedCheck, Preflight
 from holdfast.extensions.health.freed_memory import leftover, wait_until_free
 from holdfast.extensions.health.messages import Checked, DeviceNoted, DeviceSeen, Differs, Recovered, Unfit
 from holdfast.extensions.health.node import OnNode
-from holdfast.extensions.health.preflight import Preflight
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, preparing, running, stopping
@@ -285,7 +285,7 @@ async def test_a_device_that_fails_during_a_check_is_checked_again() -> None:
             return Preflight((), {}, {}, 0.1)
 
     options = SimpleNamespace(preflight="quick", health_command="", watch_devices=True)
-    node: Any = SimpleNamespace(options=options, host="a", write=lambda *_, **__: None)
+    node: Any = SimpleNamespace(options=options, host="a", write=lambda *_, **__: None, ahead={})
     half = Checking(node, lambda _: None)
     assign: Any = SimpleNamespace(generation=1, group_world_size=1)
     for _ in range(3):
@@ -305,13 +305,42 @@ async def test_a_check_that_began_with_the_agent_is_written_down_with_its_own_du
         preflight="quick", health_command="", watch_devices=True, job=SimpleNamespace(max_nodes=1)
     )
     write = lambda name, **fields: written.append((name, fields))  # noqa: E731
-    node: Any = SimpleNamespace(options=options, host="a", write=write)
+    node: Any = SimpleNamespace(options=options, host="a", write=write, ahead={})
     half = Checked(node, lambda _: None)
     assert half._begun is not None
     await half._begun
     assign: Any = SimpleNamespace(generation=1, group_world_size=1)
     assert await half.unfit(assign) == ""
     assert written == [("preflight", {"generation": 1, "seconds": 0.25, "findings": [], "fit": True})]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_the_result_of_a_child_is_taken_and_without_one_the_agent_checks_itself(ended: bool) -> None:
+    problem = FailedCheck("HF521 memory: 1 MiB is free", stops=True)
+
+    class Child:
+        async def result(self) -> bytes:
+            return msgspec.msgpack.encode(Preflight((problem,), {}, {0: 7}, 0.25)) if ended else b""
+
+    class Checking(OnNode):
+        async def _look(self) -> Preflight:
+            return Preflight((), {}, {}, 0.5)
+
+    written: dict[str, dict[str, Any]] = {}
+    options = SimpleNamespace(
+        preflight="quick", health_command="", watch_devices=True, job=SimpleNamespace(max_nodes=1)
+    )
+    node: Any = SimpleNamespace(
+        options=options,
+        host="a",
+        write=lambda name, **fields: written.update({name: fields}),
+        start=lambda _, work: work.close(),
+        ahead={"health": Child()},
+    )
+    assign: Any = SimpleNamespace(generation=1, group_world_size=1)
+    reason = await Checking(node, lambda _: None).unfit(assign)
+    assert reason == (f"--preflight {problem.text}" if ended else "")
+    assert (written["preflight"]["seconds"], written["preflight"]["fit"]) == ((0.25, False) if ended else (0.5, True))
 
 
 def test_many_small_events_do_not_hide_a_severe_one() -> None:

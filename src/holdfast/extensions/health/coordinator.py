@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Mapping
+from math import inf
+from typing import TYPE_CHECKING
 
-from holdfast.doctor.device_events import DeviceEvent
-from holdfast.doctor.majority import NodeDifference, Weight, differences
 from holdfast.extensions.health.messages import (
     Checked,
     DeviceNoted,
@@ -22,7 +22,6 @@ from holdfast.extensions.health.messages import (
     Recovered,
     Unfit,
 )
-from holdfast.extensions.health.pair_rounds import PairRounds, PairsFound
 from holdfast.protocol.extension import (
     Announce,
     CoordinatorExtension,
@@ -40,6 +39,10 @@ from holdfast.protocol.extension import (
     Unpark,
 )
 from holdfast.protocol.policy import Note, agent_of
+
+if TYPE_CHECKING:
+    from holdfast.doctor.majority import NodeDifference
+    from holdfast.extensions.health.pair_rounds import PairRounds, PairsFound
 
 DEVICES_MAX = 32
 NOTICES_MAX = 4
@@ -60,7 +63,8 @@ class AtCoordinator(CoordinatorExtension):
         """Members that are parked because they differ. Always a part of `_parked`."""
         self._reported: dict[tuple[str, str], str] = {}
         """The text of each difference that was reported and is still there, by member and trait."""
-        self._pairs = PairRounds(job)
+        self._pairs: PairRounds | None = None
+        """None: no node has offered to measure others."""
         self._slow_links: tuple[str, ...] = ()
         """Links that were slow in the newest rounds, and nodes for which there was no spare, in words."""
         self._devices: dict[tuple[str, int], DeviceFault] = {}
@@ -84,15 +88,25 @@ class AtCoordinator(CoordinatorExtension):
             case DeviceSeen():
                 return self._device(now, member, message)
             case Measurable():
-                return self._paired(self._pairs.offered(now, member, message))
+                return self._paired(self._rounds().offered(now, member, message))
             case PairsMeasured():
-                return self._paired(self._pairs.answered(now, member, message))
+                return self._paired(self._rounds().answered(now, member, message))
 
     def due_s(self) -> float:
-        return self._pairs.due_s
+        return inf if self._pairs is None else self._pairs.due_s
 
     def due(self, now: float) -> Orders:
-        return self._paired(self._pairs.due(now))
+        return self._paired(self._rounds().due(now))
+
+    def _rounds(self) -> PairRounds:
+        if self._pairs is None:
+            from holdfast.extensions.health.pair_rounds import PairRounds  # most jobs measure no pairs
+
+            self._pairs = PairRounds(self.job)
+        return self._pairs
+
+    def _gone(self, member: str) -> Orders:
+        return () if self._pairs is None else self._pairs.gone(member)
 
     def _paired(self, found: PairsFound | None) -> list[Order]:
         """Park slow nodes as far as there are spares, and report the rest."""
@@ -128,7 +142,7 @@ class AtCoordinator(CoordinatorExtension):
     def _park(self, member: str, generation: int, reason: str) -> list[Order]:
         text = self._parked[member] = f"{self._host(member)} is parked: {reason}"
         note = Note("parked", {"member": member, "generation": generation, "reason": reason})
-        return [*self._pairs.gone(member), note, Park(member, text)]
+        return [*self._gone(member), note, Park(member, text)]
 
     def _unpark(self, member: str) -> list[Order]:
         self._parked.pop(member, None)
@@ -156,9 +170,9 @@ class AtCoordinator(CoordinatorExtension):
             wanted = 1 + min(self._nodes, others)
         if len(known) < wanted:
             return []
-        found = differences(known)
+        found = _differences(known)
         orders = self._reports(found, known)
-        slower = [each for each in found if each.weight is Weight.SLOWS]
+        slower = [each for each in found if each.slows]
         if member in self._differing:
             return orders + ([] if any(each.node == member for each in slower) else self._unpark(member))
         # The job waits for no better node: without a spare it starts with this one
@@ -183,13 +197,15 @@ class AtCoordinator(CoordinatorExtension):
             host = self._host(each.node)
             text = self._reported[key] = f"{host} {each.text}"
             about = {"member": each.node, "generation": self.job.generation, "trait": each.trait, "text": each.text}
-            about["slows"] = each.weight is Weight.SLOWS
+            about["slows"] = each.slows
             orders.append(Note("node_differs", about))
-            if each.weight is Weight.SLOWS:
+            if each.slows:
                 orders.append(Announce(text))
         return orders
 
     def _device(self, now: float, member: str, message: DeviceSeen) -> list[Order]:
+        from holdfast.doctor.device_events import DeviceEvent  # no start waits for the table of what devices report
+
         text = DeviceEvent(message.device, message.text, message.severe).on(self._host(member))
         key, at_s = (agent_of(member), message.number), now - message.age_s
         if key in self._devices:
@@ -221,9 +237,17 @@ class AtCoordinator(CoordinatorExtension):
             self._traits.pop(event.member, None)
             self._differing.discard(event.member)
             self._reported = {key: text for key, text in self._reported.items() if key[0] != event.member}
-            return self._pairs.gone(event.member)
+            return self._gone(event.member)
         return ()
 
     def view(self, now: float) -> Figures:  # noqa: ARG002
         differing = [text for (member, _), text in self._reported.items() if member not in self._parked]
         return Figures(notices=(*self._parked.values(), *differing, *self._slow_links, *self._noticed))
+
+
+def _differences(known: Mapping[str, Mapping[str, str]]) -> list[NodeDifference]:
+    if len(known) == 1:
+        return []  # nothing to compare with, and the start of such a job needs no module for it
+    from holdfast.doctor.majority import differences
+
+    return differences(known)

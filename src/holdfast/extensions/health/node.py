@@ -2,10 +2,11 @@
 while the node is parked.
 
 A node is fit if the command ends with 0 within its time, and no finding of the preflight says that it cannot train.
-What becomes of the job is the coordinator's, which also compares what the nodes have. The preflight begins with the
-agent, while the nodes meet. While workers run, devices and network cards are watched (device_watch.py, card_watch.py);
-a severe event has the node checked again before the next generation, which also waits for GPU memory (freed_memory.py).
-An event that has cut this node off is reported when it is back.
+What becomes of the job is the coordinator's, which also compares what the nodes have. The quick preflight is done by a
+child before this agent has its modules (ahead.py), the full one while the nodes meet. While workers run, devices and
+network cards are watched (device_watch.py, card_watch.py); a severe event has the node checked again before the next
+generation, which also waits for GPU memory (freed_memory.py). An event that has cut this node off is reported when it
+is back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import msgspec
+
+from holdfast.extensions.health.found import Preflight
 from holdfast.extensions.health.messages import (
     REASON_CHARACTERS_MAX,
     Checked,
@@ -40,7 +44,6 @@ if TYPE_CHECKING:
     from holdfast.doctor.device_events import DeviceEvent
     from holdfast.extensions.health.card_watch import CardWatch
     from holdfast.extensions.health.device_watch import DeviceWatch
-    from holdfast.extensions.health.preflight import Preflight
 
 Result = TypeVar("Result")
 
@@ -114,7 +117,7 @@ class OnNode(NodeExtension):
         self._rounds = 0
         """Number of checks and comparisons that were ordered. A loop that began with a smaller number ends."""
         if self._preflight_due:
-            self._begun = self._task(self._look())
+            self._begun = self._task(self._first_look())
 
     def _task(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Do this in a task of its own, so that the end of the job does not wait for it."""
@@ -290,18 +293,23 @@ class OnNode(NodeExtension):
         reasons = await asyncio.gather(*checks)
         return "; ".join(reason for reason in reasons if reason)[:REASON_CHARACTERS_MAX]
 
+    async def _first_look(self) -> Preflight:
+        """The checks that began before this agent's own modules were there; without them, or their result, they begin
+        now."""
+        ahead = self.node.ahead.get("health")
+        result = await ahead.result() if ahead is not None else b""
+        return msgspec.msgpack.decode(result, type=Preflight) if result else await self._look()
+
     async def _look(self) -> Preflight:
         from holdfast.extensions.health import preflight  # the doctor's checks are not needed without it
 
         return await preflight.check_node(self.node.options, self.node.host)
 
     async def _preflight(self, generation: int) -> str:
-        from holdfast.extensions.health.preflight import unfit
-
         begun, self._begun = self._begun, None
         severe = 0 if begun is not None else self._severe  # that one began with the agent
         found = await (begun if begun is not None else self._look())
-        stops = [finding for finding in found.problems if unfit(finding)]
+        stops = [problem.text for problem in found.problems if problem.stops]
         # A device that fails while the node is checked may have been looked at before
         # (test_a_device_that_fails_during_a_check_is_checked_again).
         self._preflight_due = bool(stops) or self._severe != severe
@@ -313,10 +321,10 @@ class OnNode(NodeExtension):
             "preflight",
             generation=generation,
             seconds=round(found.seconds, 3),  # it may have begun before this generation did
-            findings=[f"{finding.code} {finding.what}: {finding.why}" for finding in found.problems],
+            findings=[problem.text for problem in found.problems],
             fit=not stops,
         )
-        return "; ".join(f"--preflight {finding.code} {finding.what}: {finding.why}" for finding in stops)
+        return "; ".join(f"--preflight {text}" for text in stops)
 
     async def _command(self, generation: int) -> str:
         command = self.node.options.health_command

@@ -12,13 +12,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from msgspec import structs
 
 from holdfast import own_folders
 from holdfast.detached import run_detached
-from holdfast.doctor import DoctorFinding, Level, LocalFacts
 from holdfast.doctor.facts import (
     FactsRequest,
     GpuCheck,
@@ -27,6 +25,7 @@ from holdfast.doctor.facts import (
     machine_facts,
     machine_state,
 )
+from holdfast.doctor.findings import DoctorFinding, Level, LocalFacts
 from holdfast.doctor.gpu_full import full_traits
 from holdfast.doctor.local import (
     clock,
@@ -42,6 +41,7 @@ from holdfast.doctor.local import (
 )
 from holdfast.doctor.machine_state import VISIBLE, used_gpus
 from holdfast.doctor.majority import profile
+from holdfast.extensions.health.found import FailedCheck, Preflight
 from holdfast.protocol.options import RunOptions
 
 FULL = "full"
@@ -50,19 +50,6 @@ TORCH_S_MAX = 12.0
 """Limit for the import of torch (s): all of it must end before Limits.prepare_s."""
 GPU_TEST_S_MAX = 15.0
 """Limit for the test of the GPUs (s), which follows. One that takes longer is a warning."""
-
-
-class Preflight(NamedTuple):
-    """The result of the checks of one node."""
-
-    problems: tuple[DoctorFinding, ...]
-    """The findings that did not pass."""
-    traits: dict[str, str]
-    """What is compared with the other nodes."""
-    used_bytes: dict[int, int]
-    """Bytes in use on each GPU that reports them, by its index."""
-    seconds: float
-    """The duration of the checks."""
 
 
 async def check_node(options: RunOptions, host: str) -> Preflight:
@@ -78,7 +65,7 @@ async def check_node(options: RunOptions, host: str) -> Preflight:
         facts.machine, used_gpus(facts.machine, facts.variables), speeds[0] if speeds else 0
     ) | full_traits(facts.gpu_test)
     used = {gpu.index: gpu.memory_used_bytes for gpu in facts.machine.gpus if gpu.memory_used_bytes is not None}
-    problems = tuple(finding for finding in found if finding.level is not Level.PASS)
+    problems = tuple(problem(finding) for finding in found if finding.level is not Level.PASS)
     return Preflight(problems, traits, used, time.monotonic() - began_s)
 
 
@@ -109,6 +96,6 @@ async def _all_facts(options: RunOptions) -> LocalFacts:
     )
 
 
-def unfit(finding: DoctorFinding) -> bool:
-    """Whether a node with this finding cannot train: a warning parks no node."""
-    return finding.level in (Level.RETRY, Level.FATAL)
+def problem(finding: DoctorFinding) -> FailedCheck:
+    text = f"{finding.code} {finding.what}: {finding.why}"
+    return FailedCheck(text, stops=finding.level in (Level.RETRY, Level.FATAL))
