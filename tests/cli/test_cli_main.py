@@ -119,6 +119,8 @@ def test_top_level(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "said"),
     [
         (["rnu"], "'rnu' is not a command; did you mean run?"),
+        (["plan", "train.py"], "'plan' is not a command; did you mean run --plan?"),
+        (["ps"], "'ps' is not a command; did you mean status?"),
         (["lanch", "x.py"], "did you mean launch?"),
         (["zzzz"], "the commands are run, launch"),
         (["train.py"], "write: holdfast run train.py"),

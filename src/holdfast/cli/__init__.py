@@ -47,6 +47,13 @@ COMMANDS = {
 """Sub-commands and what they do. Each is `main(argv) -> int` of the module of its name, unless SHARED or an extension
 has it."""
 
+OTHER_WORDS = {
+    "plan": "run --plan",
+    "start": "run",
+    **dict.fromkeys(("ps", "list", "ls", "jobs", "top"), "status"),
+    **dict.fromkeys(("snapshots", "checkpoints"), "snaps"),
+}
+"""What people type for a command whose name is not similar."""
 TAKE_A_SCRIPT = ("run", "launch", "submit", "doctor", "config")
 """Commands whose line may end with a script and its arguments."""
 SHARED = {
@@ -258,5 +265,7 @@ def unknown(command: str) -> str:
     if command.startswith("-") or command.endswith(".py"):
         return f"{command!r} is not a command; for torchrun's command line write: holdfast run {command} ..."
     nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
+    hint = f"the commands are {', '.join(COMMANDS)}"
+    if meant := OTHER_WORDS.get(command) or next(iter(nearest), ""):
+        hint = f"did you mean {meant}?"
     return f"{command!r} is not a command; {hint}"
