@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.protocol.errors import SnapshotIncompleteError, SnapshotWriteError
 from holdfast.train.snapshots import lease, read_back
-from holdfast.train.snapshots.changes import SaveRequest, begin, commit, write_rank
+from holdfast.train.snapshots.changes import SaveRequest, abandon, begin, commit, refuse, write_rank
 from holdfast.train.snapshots.flush import (
     MEETING_BELOW,
     Inventory,
@@ -31,6 +31,7 @@ from holdfast.train.snapshots.flush import (
 from holdfast.train.snapshots.layout import FolderKind, Key
 from holdfast.train.snapshots.mapping import Mappings
 from holdfast.train.snapshots.read_back import ReadBacks
+from holdfast.train.snapshots.refusals import Refusals
 from holdfast.train.snapshots.saver_connection import Packet
 from holdfast.train.snapshots.slots import SlotOwner, Slots, lend
 from tests.support.breaking_disks import over_quota
@@ -150,6 +151,37 @@ def test_rank_0_does_not_wait_where_a_quota_forbids_notes_and_renames(tmp_path: 
             commit(ranks[0], patience=600)
 
 
+def test_a_refusal_that_a_quota_forbids_is_left_when_there_is_room_again(tmp_path: Path) -> None:
+    """Rank 0 begins to wait when the quota is raised already: it sees nothing wrong with the disk."""
+    with over_quota(tmp_path) as disk:
+        number = begin(disk.path / "runs", 2)
+        ranks = [SaveRequest(str(disk.path / "runs"), 2, number, rank, 2) for rank in range(2)]
+        write_rank(ranks[0], bytes(4096))
+        disk.fails()
+        with pytest.raises(SnapshotWriteError, match=disk.reason) as failed:
+            write_rank(ranks[1], bytes(4096))
+        refusals = Refusals()
+        refusals.insist(ranks[1], str(failed.value))
+        assert ranks[0].attempt_path.exists()
+        disk.recovers()
+        with pytest.raises(SnapshotIncompleteError, match=rf"(?s)rank 1: .*{disk.reason}"):
+            commit(ranks[0], patience=600)
+
+
+@pytest.mark.parametrize("known", ["its part", "its refusal", "no attempt", "rank 0"])
+def test_nothing_is_left_for_a_rank_0_that_does_not_wait(tmp_path: Path, known: str) -> None:
+    number = begin(tmp_path, 2)
+    request = SaveRequest(str(tmp_path), 2, number, 0 if known == "rank 0" else 1, 2)
+    if known == "its part":
+        write_rank(request, bytes(4096))
+    elif known == "its refusal":
+        refuse(request, "the first one")
+    elif known == "no attempt":
+        abandon(request)
+    Refusals().insist(request, "the second one")
+    assert not any(thread.name == "holdfast-refusals" for thread in threading.enumerate())
+
+
 def test_retention_does_not_wait_for_a_note_that_no_writer_has_announced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +239,7 @@ def test_a_rank_does_not_wait_for_an_attempt_that_rank_0_has_given_up(
     else:
         over.set()
     told: list[Packet] = []
-    save = Save(lend(slot), slot.sequence, slot.request, 600.0, 1, Mappings(), flush)
+    save = Save(lend(slot), slot.sequence, slot.request, 600.0, 1, Mappings(), Refusals(), flush)
     carry_out(save, ReadBacks(lambda: False), told.append)
     assert [(each["is"], each["code"]) for each in told] == [("failed", SnapshotIncompleteError.code)]
     assert "rank 0 could not save it" in told[0]["text"]

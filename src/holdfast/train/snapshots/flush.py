@@ -34,6 +34,7 @@ from holdfast.train.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.train.snapshots.lease import FOLDER_ID, is_of_another_folder
 from holdfast.train.snapshots.mapping import Mappings
 from holdfast.train.snapshots.read_back import READ_BACK, ReadBacks, Written, write
+from holdfast.train.snapshots.refusals import Refusals
 from holdfast.train.snapshots.remote import STORE_POLL_S, Location, RemotePath, location_of
 from holdfast.train.snapshots.saver_connection import Packet, Tell
 
@@ -311,6 +312,7 @@ class Save(NamedTuple):
     """Limit of rank 0's wait for the others' records."""
     local_rank: int
     mappings: Mappings
+    refusals: Refusals
     pending_flush: PendingFlush | None = None
     """The states of this rank among which the ranks choose after a crash; None: a save that a worker asked for."""
     stage: str = ""
@@ -457,7 +459,11 @@ def _write(save: Save, written: list[Written], tell: Tell) -> None:
             data = _staged(data, save.stage)
             releasing.close()
             tell({"is": "written"})
-        back = write(save.request, data, None if save.stage else (save.fd, save.sequence))
+        try:
+            back = write(save.request, data, None if save.stage else (save.fd, save.sequence))
+        except SnapshotWriteError as error:
+            save.refusals.insist(save.request, str(error))
+            raise
         written += [] if back is None else [back]
     if not save.stage:
         tell({"is": "written"})

@@ -15,6 +15,7 @@ from holdfast.train.snapshots import changes
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.folder import Snapshot
 from holdfast.train.snapshots.read_back import ReadBacks, write
+from holdfast.train.snapshots.refusals import Refusals
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
 from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.slots import Slot
@@ -35,6 +36,7 @@ class InProcessStaging:
         self._warnings: list[str] = []
         self.not_finite_step = -1
         self._read_backs = ReadBacks(lambda: self.busy)
+        self._refusals = Refusals()
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """Do nothing: only a request names the rank here."""
@@ -76,6 +78,7 @@ class InProcessStaging:
             if isinstance(error, NotFiniteError):
                 self.not_finite_step = request.step
             self._failures.append(error)
+            self._refusals.insist(request, str(error))
         except (OSError, ValueError) as error:
             self._failures.append(SnapshotWriteError(f"step {request.step} was not saved: {error}"))
         else:

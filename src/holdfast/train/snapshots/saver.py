@@ -52,6 +52,7 @@ from holdfast.train.snapshots.copy_service import CopyService, Prefetch
 from holdfast.train.snapshots.flush import Save, carry_out, pending_flush, read_back
 from holdfast.train.snapshots.mapping import Mappings
 from holdfast.train.snapshots.read_back import ReadBacks
+from holdfast.train.snapshots.refusals import Refusals
 from holdfast.train.snapshots.remote import adopt, location_of
 from holdfast.train.snapshots.saver_connection import STALL, Packet, Tell, field_of
 
@@ -132,6 +133,7 @@ class Saver:
         self._copies = CopyService(folder, self._mappings)
         self._prefetch = Prefetch(folder, self._in_thread)
         self._read_backs = ReadBacks(self._is_busy)
+        self._refusals = Refusals()
         self._needless: dict[str, threading.Event] = {}
         """The event that ends the wait of a folder's rescues for other nodes (`Save.needless`), by snapshot folder."""
         self._left: dict[int, threading.Event] = {}
@@ -305,7 +307,8 @@ class Saver:
         request = SaveRequest.from_json(field_of(packet, "request", dict))
         stage = str(packet.get("stage", ""))
         left = self._left.setdefault(worker.generation, threading.Event())
-        save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage, left=left)
+        by = worker.local_rank, self._mappings, self._refusals
+        save = Save(fds.pop(), sequence, request, patience_s, *by, stage=stage, left=left)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
     def _copy(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
@@ -403,6 +406,7 @@ class Saver:
                 FINISH_LIMIT_S,
                 slot.local_rank,
                 self._mappings,
+                self._refusals,
                 each,
                 needless=self._needless.setdefault(request.folder, threading.Event()),
             )
