@@ -437,7 +437,8 @@ def test_collectives_go_on_after_the_coordinators_node_was_killed(job_agents) ->
     script.write_text(GLOO)
     job.c10d("2:3", conf=LONG_LEASE)
     for number in (1, 2, 3):
-        job.start(number, script=script)
+        # `check` compares the times at which processes were made: a standby is made before its generation.
+        job.start(number, "--standby", "off", script=script)
     job.trains([1, 2, 3])
     since_s = time.monotonic()
     job.hosts[1].kill()
