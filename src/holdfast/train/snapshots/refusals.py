@@ -21,7 +21,7 @@ class _Untold(NamedTuple):
     request: SaveRequest
     why: str
     until_s: float
-    """When rank 0 does not wait any more (monotonic s)."""
+    """The time from which on rank 0 does not wait for this rank (monotonic s)."""
 
 
 class Refusals:
