@@ -1,7 +1,8 @@
 """How many files of holdfast one has to open to follow what happens: those that the agent executes meanwhile.
 
-Each call of a function in the agent's process is recorded with its time. The list is shown when there are more files than
-the limit. What a command executes in its own process, and the supervisor in its, is not in it.
+Each call of a function in the agent's process is recorded with its time; the body of a class or a module is none. The
+list is shown when there are more files than the limit. What a command executes in its own process, and the supervisor
+in its, is not in it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Mapping
 import pytest
 
 from tests.processes.conftest import JobFolder, holdfast
+from tests.support.limits import until
 
 pytestmark = pytest.mark.usefixtures("registry")
 
 TRACED = """
-import json, os, sys, threading, time
+import inspect, json, os, sys, threading, time
 from pathlib import Path
 import holdfast
 
@@ -28,9 +30,18 @@ calls = {}
 
 def called(frame, _event, _argument):
     code = frame.f_code
-    if code.co_filename.startswith(ROOT) and code.co_name != "<module>" and os.getpid() == agent:
+    is_function = code.co_flags & inspect.CO_OPTIMIZED
+    if code.co_filename.startswith(ROOT) and is_function and os.getpid() == agent:
         calls.setdefault(code.co_filename[len(ROOT):], set()).add(round(time.monotonic(), 3))
 
+def tell_when_loaded():
+    # What the end of a generation needs is imported in a thread, soon after the first start of the workers.
+    loads = lambda: any(each.name == "holdfast-detached" for each in threading.enumerate())
+    while "holdfast.diagnosis.causes.find" not in sys.modules or loads():
+        time.sleep(0.01)
+    Path("loaded").touch()
+
+threading.Thread(target=tell_when_loaded, daemon=True).start()
 threading.settrace(called)
 sys.settrace(called)
 from holdfast.run import main
@@ -57,7 +68,7 @@ while not should_stop():
         began_s = None
     time.sleep(0.01)
 """
-LIMITS = {"a worker's death": 42, "a save": 16, "status": 9}
+LIMITS = {"a worker's death": 36, "a save": 16, "status": 9}
 """Number of files at most. A death is detected, judged, shown on the console, and followed by another generation: the
 judgement alone has eight files, and the logs and the console have six."""
 Window = tuple[float, float]
@@ -72,6 +83,7 @@ def test_few_files_are_executed_for_a_death_a_save_and_a_status(job_folder: JobF
     line = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", job_folder.script(SCRIPT))
     agent = job_folder.start(*line, program=job_folder.program(TRACED))
     job_folder.wait(2, "up")
+    until((job_folder.folder / "loaded").exists, "the modules for the end of a generation")
     (job_folder.folder / "fail").touch()
     job_folder.wait(2, "rested")
     rested_s = time.monotonic()
