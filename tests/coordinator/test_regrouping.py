@@ -174,6 +174,56 @@ def test_a_refusal_of_a_worker_stops_all() -> None:
     assert harness.last(2).following.restart_count == 1  # type: ignore[union-attr]
 
 
+def test_a_rank_lost_before_all_are_able_again_costs_no_other_process() -> None:
+    harness = able(nproc=3)
+    harness.kill_worker(2)
+    harness.prepare(1, 2)
+    harness.able(1)
+    harness.kill_worker(2, 1)
+    assert harness.last(2).assign.local_ranks == (2,)  # type: ignore[union-attr]
+    assert not told(harness, Stop)
+    went_on(harness)
+    assert harness.machine.budget.used == 2, "each of the two is a loss of its own"
+
+
+def test_a_rank_that_went_on_and_has_left_its_training_function_is_not_left_behind() -> None:
+    harness = able(nproc=3)
+    harness.kill_worker(2)
+    harness.prepare(1, 2)
+    harness.able(1)
+    harness.say(1, Able(2, (0, 1)))
+    harness.kill_worker(2, 1)
+    assert refusal(harness) == "not every rank runs in ht.survive"
+
+
+def test_losses_in_a_row_are_counted_until_all_are_able_again() -> None:
+    harness = able(nproc=4, max_restarts=9)
+    for local_rank in (0, 1, 2):
+        harness.kill_worker(2, local_rank)
+        harness.prepare(1, 2)
+        assert harness.machine.phase is Phase.RUNNING
+    harness.kill_worker(1, 0)
+    assert refusal(harness) == "3 losses in a row while regrouping"
+    assert harness.machine.budget.used == 3, "the restart of all costs nothing more"
+    harness = able(nproc=4, max_restarts=9)
+    for local_rank in (0, 1, 2):
+        harness.kill_worker(2, local_rank)
+        went_on(harness)
+    harness.kill_worker(1, 0)
+    assert harness.machine.phase is Phase.REGROUPING
+
+
+def test_what_the_budget_does_not_allow_in_a_row_restarts_all_as_one_loss() -> None:
+    harness = able(nproc=3, max_restarts=1)
+    harness.kill_worker(2)
+    harness.prepare(1, 2)
+    harness.kill_worker(2, 1)
+    assert refusal(harness) == "all 1 restarts are used"
+    for link in (1, 2):
+        harness.say(link, Stopped(2))
+    assert (harness.machine.phase, harness.machine.budget.used) == (Phase.PREPARING, 1), "it costs nothing more"
+
+
 def test_losses_in_a_row_are_counted_until_one_generation_is_started() -> None:
     harness = able(nproc=4, max_restarts=9)
     for local_rank in (0, 1, 2):
@@ -202,7 +252,9 @@ def test_workers_go_on_with_another_store() -> None:
     harness.say(1, StoreLost(2))
     harness.prepare(1, 2)
     harness.say(1, StoreLost(3))
-    assert refusal(harness) == "a second loss while regrouping"
+    assert harness.machine.phase is Phase.REGROUPING, "they come back to the gate, and go on with the next one"
+    went_on(harness)
+    assert (harness.machine.generation, harness.machine.budget.used) == (4, 0)
 
 
 # --- what it costs, and what is reported ------------------------------------------------------------------------------

@@ -91,16 +91,46 @@ def test_the_others_go_on_and_a_replacement_joins(job_folder: JobFolder) -> None
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
-def test_a_rank_that_is_lost_while_the_others_wait_for_it_in_the_next_world_keeps_nobody(job_folder: JobFolder) -> None:
-    """Rank 2 waits in init_process_group, whose limit is 30 minutes, for rank 1: all are started again at once."""
-    faults = [[0, "backward", 20, "kill"], [1, "join", 2, "kill"]]
-    agent = trained(job_folder, "--max-restarts", "2", faults=faults)
-    assert "rank 0 failed on" in agent.text
-    assert "the others cannot go on: a second loss while regrouping" in agent.text
-    assert len(list(agent.folder.glob("attempt_*"))) == 2
+def processes(agent: Agent) -> dict[int, list[int]]:
+    """The processes that were started for each local rank, in order."""
+    found: dict[int, list[int]] = {}
+    for each in agent.events("worker_started"):
+        found.setdefault(each["local_rank"], []).append(each["pid"])
+    return found
+
+
+def test_a_rank_that_is_lost_while_the_others_wait_for_it_in_the_next_world_costs_nobody_else(
+    job_folder: JobFolder,
+) -> None:
+    """Rank 2 waits in init_process_group, whose limit is 30 minutes, for rank 1. It goes on alone at once."""
+    case = {"faults": [[0, "backward", 20, "kill"], [1, "join", 2, "kill"], [2, "begin", 25, "wait"]]}
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", "--max-restarts", "2", SURVIVOR)
+    agent = job_folder.start(*line, job_folder.folder, json.dumps(case))
+    joined_by_a_replacement(job_folder, agent, waits_in=25)
+    end = json.loads((job_folder.folder / "end.2").read_text())
+    assert end["worlds"][:2] == [3, 1], agent.text
+    assert end["counts"] == [-2]
+    assert len(processes(agent)[2]) == 1
+    assert {each["steps_lost"] for each in agent.events("went_on")} == {0}
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["the replacement", "another rank"])
+def test_a_rank_that_is_killed_while_a_replacement_joins_is_replaced_and_the_others_stay(
+    job_folder: JobFolder, lost: int
+) -> None:
+    faults = [[0, "backward", 20, "kill"], [lost, "join", 2, "kill"]]
+    agent = trained(job_folder, "--survive", "wait", "--max-restarts", "2", faults=faults)
+    started = processes(agent)
+    assert {rank: len(pids) for rank, pids in started.items()} == (
+        {0: 3, 1: 1, 2: 1} if lost == 0 else {0: 2, 1: 2, 2: 1}
+    )
     found = ends(job_folder)
-    assert [each["worlds"] for each in found] == [[3]] * WORLD, agent.text
+    assert found[2]["worlds"] == [3, 3], agent.text
+    assert [each["counts"] for each in found] == [[-2]] * WORLD
     assert len({each["parameters"] for each in found}) == 1
+    assert {each["steps_lost"] for each in agent.events("went_on")} == {0}
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
 def test_a_second_training_function_goes_on_too(job_folder: JobFolder) -> None:

@@ -12,7 +12,7 @@ from msgspec import structs
 from holdfast.agent.agent import Agent
 from holdfast.coordinator.coordinator_commands import Command, Tell
 from holdfast.coordinator.regrouping import Plan, Regrouping
-from holdfast.coordinator.world import Draining, World
+from holdfast.coordinator.world import Draining, Phase, World
 from holdfast.protocol.messages import Assign, Regroup
 from holdfast.protocol.policy import Limits, NodeSpec
 from holdfast.protocol.train_contract import Survive
@@ -52,10 +52,26 @@ def test_everything_happens_that_may_happen() -> None:
     told = stories(SURVIVING)
     for words in (
         *("coordinator: regrouped", "coordinator: replaced", "coordinator: replacement_failed", "ranks go on"),
-        *("rank 1 joined", "was lost (killed by SIGKILL)", "a second loss while regrouping", "its memory grew"),
+        *("rank 1 joined", "was lost (killed by SIGKILL)", "losses in a row while regrouping", "its memory grew"),
         *("not every worker was ready within 5 s", "exited", "'safe_point': 3"),
     ):
         assert words in told, words
+
+
+def test_ranks_are_lost_while_others_are_on_their_way_into_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it would break a promise if all were started again then."""
+    without, generations = Regrouping.without, list[int]()
+
+    def noted(self: Regrouping, now: float, world: World, phase: Phase, what: str) -> Plan | str:
+        on_the_way = self.settling and phase is Phase.RUNNING
+        plan = without(self, now, world, phase, what)
+        if on_the_way and isinstance(plan, Plan):
+            generations.append(world.generation)
+        return plan
+
+    monkeypatch.setattr(Regrouping, "without", noted)
+    stories(SURVIVING)
+    assert len(generations) > SEEDS // 4
 
 
 def test_the_others_go_on_when_nodes_leave() -> None:

@@ -161,6 +161,35 @@ def test_a_thread_that_is_late_does_not_cut_the_next_group(agent: AgentEnd) -> N
     assert not cut.is_set()
 
 
+def test_a_loss_on_the_way_into_a_generation_is_cut_until_the_main_thread_comes_back(agent: AgentEnd) -> None:
+    """It may open one connection after the other until it finds that one of them was cut."""
+    channel, cuts = agent.channel, threading.Semaphore(0)
+    agent.order(do="go", generation=2, environment={})
+    assert channel.await_go(cuts.release) == Go(2, {})
+    agent.order(do="release", generation=3, cut=True)
+    for _ in range(3):
+        assert cuts.acquire(timeout=limit_s(30))
+    channel.arrive()
+    agent.order(do="go", generation=3, environment={})
+    assert channel.await_go() == Go(3, {})
+    while cuts.acquire(blocking=False):
+        pass
+    agent.order(do="release", generation=4, cut=True)
+    assert channel.await_cut(limit_s(30)) == Release(4, cut=True)
+    channel.close()  # waits for the thread, which has handled the message
+    assert not cuts.acquire(blocking=False), "who waits at the gate is left alone"
+
+
+def test_a_channel_is_closed_although_a_rank_was_lost_on_the_way(agent: AgentEnd) -> None:
+    cut = threading.Event()
+    agent.order(do="go", generation=2, environment={})
+    agent.channel.await_go(cut.set)
+    agent.order(do="release", generation=3, cut=True)
+    assert cut.wait(limit_s(30))
+    agent.channel.close()
+    assert not agent.channel._thread.is_alive()
+
+
 def test_a_regroup_without_a_loss_cuts_nothing(agent: AgentEnd) -> None:
     cut = threading.Event()
     agent.channel.train(cut.set, lambda: False, Interrupted)
@@ -268,6 +297,23 @@ def test_a_group_s_connections_are_shut_for_reading_and_stay_open_for_the_peer()
     for each in (listening, own_listening, theirs, other, theirs_of_other):
         each.close()
     assert number not in open_sockets()
+
+
+def test_a_group_is_cut_while_it_is_being_made() -> None:
+    sockets = GroupSockets()
+    with sockets.noting():
+        with sockets.noting():  # as where a group of the program's own is made
+            first, its_peer = socket.socketpair()
+        second, other = socket.socketpair()
+        assert sockets.cut() == 4
+        third, another = socket.socketpair()
+        assert sockets.cut() == 6, "what was opened since, and nothing twice"
+        assert [each.recv(1) for each in (first, second, third)] == [b""] * 3
+    later, beside = socket.socketpair()
+    assert sockets.cut() == 6
+    sockets.forget()
+    for each in (first, its_peer, second, other, third, another, later, beside):
+        each.close()
 
 
 def test_a_number_that_another_socket_has_now_is_left_alone() -> None:

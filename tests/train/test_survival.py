@@ -76,16 +76,24 @@ def undisturbed(
 def replaced(agent: FakeAgent, *lost: int, world: Collection[int] = WORLD) -> None:
     """These ranks have ended: as with `--survive wait`, the others wait at the gate for the replacements."""
     agent.ended(lost)
-    coming = agent.generation + 1
     left = [each for each in world if each not in lost]
     agent.await_said(left, "able", generation=agent.generation if agent.generation > 1 else 0)
+    sent(agent, *lost, world=world)
+    agent.await_said(world, "able", generation=agent.generation)
+
+
+def sent(agent: FakeAgent, *lost: int, world: Collection[int] = WORLD) -> None:
+    """These ranks have ended, perhaps before all were able to go on: the others come to the gate, and all are sent on
+    with the replacements."""
+    agent.ended(lost)
+    coming = agent.generation + 1
+    left = [each for each in world if each not in lost]
     agent.release(left)
     agent.await_said(left, "gate", generation=coming)
     ready(agent, *lost, world=world)
     agent.release(lost)
     agent.await_said(lost, "gate", generation=coming)
     agent.go(world)
-    agent.await_said(world, "able", generation=coming)
 
 
 def shrunk(agent: FakeAgent, *left: int) -> None:
@@ -295,6 +303,24 @@ def test_ranks_in_different_training_functions_do_not_go_on_together() -> None:
     assert (agreed.chosen.function, agreed.behind) == (1, (1,))
     with pytest.raises(ProcessGroupError, match="some ranks had begun training function 2"):
         Agreement.reach(cast("Peers", Told([asdict(first), asdict(second)])), first)
+    with pytest.raises(ProcessGroupError, match="every rank that had the state of a completed step is lost"):
+        Agreement.reach(cast("Peers", Told([asdict(newcomer), asdict(newcomer)])), newcomer)
+
+
+def test_numbers_that_some_rank_has_replaced_are_replaced_on_all() -> None:
+    """One has come into a world of another size, and got new random numbers there, and another one has not: then all are
+    back in a world like the one before."""
+
+    def keeps(*reports: RankReport) -> bool:
+        return Agreement.reach(cast("Peers", Told([asdict(each) for each in reports])), reports[0]).same_numbers
+
+    first = RankReport(8, 1, True, [0, 2], 2, {}, [], [], "", [], [], [], {}, None, [])
+    second, fresh = replace(first, before=[1, 2]), replace(first, seeded=True)
+    assert keeps(first, second)
+    assert not keeps(fresh, second)
+    assert not keeps(replace(first, before=[0, 3]), second)
+    assert keeps(fresh, replace(second, step=9)), "a step was done with them"
+    assert keeps(first, replace(second, before=[0, 1], step=-1, clean=False)), "a replacement had none"
 
 
 def test_replicas_are_compared_in_each_world_and_a_loss_is_no_difference(jobs: WarmJobs, tmp_path: Path) -> None:
@@ -329,6 +355,54 @@ def test_rank_0_and_then_two_ranks_at_once(jobs: WarmJobs, tmp_path: Path) -> No
             replaced(agent, *lost)
         ends = finished(agent, tmp_path / "lost")
     same(ends, reference, but="buffers")
+
+
+ON_THE_WAY = {
+    "the replacement, while the group is made": (1, "join"),
+    "the replacement, when it gets the state": (1, "received"),
+    "the replacement, when it has the state": (1, "agreed"),
+    "another rank, while the group is made": (2, "join"),
+    "another rank, when all have the state": (2, "agreed"),
+    "rank 0, when all have the state": (0, "agreed"),
+}
+
+
+@pytest.mark.parametrize(("rank", "where"), ON_THE_WAY.values(), ids=ON_THE_WAY)
+def test_a_rank_that_is_lost_while_a_replacement_joins_costs_no_other_process_and_no_bit(
+    jobs: WarmJobs, tmp_path: Path, rank: int, where: str
+) -> None:
+    reference = undisturbed(jobs, tmp_path / "reference")
+    faults = [[1, "backward", 5, "kill"], [rank, where, 2, "kill"]]
+    with started(jobs, tmp_path / "lost", faults=faults) as agent:
+        sent(agent, 1)
+        sent(agent, rank)
+        agent.await_said(WORLD, "able", generation=3)
+        ends = finished(agent, tmp_path / "lost")
+    assert agent.said("refuse") == set()
+    assert lost_steps(agent) == {3: 0}
+    same(ends, reference, but="buffers" if rank == 0 else "")  # those of rank 0's own batch are lost with it
+
+
+@pytest.mark.parametrize("where", ["join", "agreed"])
+def test_fewer_ranks_go_on_when_another_one_is_lost_on_their_way(jobs: WarmJobs, tmp_path: Path, where: str) -> None:
+    """Rank 0 comes back to the gate, from a world of two in which it may have new random numbers already."""
+    (reference,) = {str(each["weights"]) for each in undisturbed(jobs, tmp_path / "reference", drawn=False)}
+    faults = [[1, "forward", 3, "kill"], [2, where, 2, "kill"], [0, "begin", 5, "wait"]]
+    folder = tmp_path / "lost"
+    with started(jobs, folder, drawn=False, faults=faults) as agent:
+        agent.ended([1])
+        agent.release([0, 2])
+        agent.await_said([0, 2], "gate", generation=2)
+        agent.go([0, 2])
+        agent.ended([2])
+        shrunk(agent, 0)
+        grown(agent, folder / "go on after 5", 1, 2)
+        ends = finished(agent, folder)
+    assert agent.said("refuse") == set()
+    assert set(lost_steps(agent).values()) == {0}
+    assert [each["worlds"] for each in ends] == [[3, 1, 3], [3], [3]]
+    assert ends[0]["counts"] == [-2.0], "each sample was trained once in each epoch"
+    assert ends[0]["weights"] == pytest.approx(json.loads(reference), rel=1e-3)
 
 
 def test_fewer_ranks_do_the_same_steps_until_replacements_join(jobs: WarmJobs, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.train.test_survival import (
     lost_steps,
     ready,
     replaced,
+    sent,
     shrunk,
     started,
     undisturbed,
@@ -70,6 +71,26 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, drawn=True)
     same_training(with_replacements(jobs, tmp_path / "lost", SCRIPT, LOSSES, drawn=True).ends, reference)
+
+
+@pytest.mark.parametrize("lost", [1, 2], ids=["the replacement", "another rank"])
+def test_a_rank_that_is_lost_while_a_replacement_joins_costs_no_other_process_and_no_bit(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: int,
+) -> None:
+    """The others wait for it where the process group is made."""
+    monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
+    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, drawn=True)
+    faults = [(1, "backward", 7), (lost, "join", 2)]
+    with started(jobs, tmp_path / "lost", SCRIPT, drawn=True, faults=faults) as agent:
+        sent(agent, 1)
+        sent(agent, lost)
+        agent.await_said(WORLD, "able", generation=3)
+        ends = finished(agent, tmp_path / "lost")
+    assert agent.said("refuse") == set()
+    same_training(ends, reference)
 
 
 def same_training(ends: Ends, others: Ends) -> None:

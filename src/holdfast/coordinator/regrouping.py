@@ -34,7 +34,7 @@ from holdfast.protocol.train_contract import Survive
 from holdfast.text import listed, plural, ranks_text, spans
 
 ATTEMPTS_MAX = 3
-"""Give up regrouping after this many attempts in a row that never started."""
+"""Give up regrouping after this many attempts in a row from which not all ranks were able to go on."""
 PAST_MAX = 8
 """Evidence of failures is taken for this many earlier generations."""
 
@@ -91,7 +91,7 @@ class Regrouping:
     _wanted: int = 0
     """Number of ranks without which the next generation is not started, with --survive wait."""
     _attempts: int = 0
-    """Generations formed of running workers since the last one that was started."""
+    """Generations formed of running workers since the last one from which all ranks were able to go on."""
     _rejoin_by_s: float = inf
     """The time at which all workers must have gone on in the newest generation."""
     _went_on: set[tuple[str, int]] = field(default_factory=set)
@@ -162,10 +162,9 @@ class Regrouping:
         # The others would stand without a coordinator (test_a_coordinator_that_nobody_succeeds_leaves_with_all).
         if led is not None and not self.succeeded([each.node.agent for each in leaving]):
             return f"{led.node.host} is leaving, it has the coordinator, and no other node can take over"
-        able = all(world.able.get(name, set()).issuperset(ranks) for name, ranks in places.items())
         # Workers that were told to leave their generation were able to, and report it again only in the next one.
-        if not able and phase is not Phase.REGROUPING:
-            return "a second loss while regrouping" if self.settling else "not every rank runs in ht.survive"
+        if phase is not Phase.REGROUPING and not self._all_come(world, places):
+            return "not every rank runs in ht.survive"
         size = sum(map(len, places.values()))
         if size < self.job.min_ranks:
             return f"{size} of at least {self.job.min_ranks} ranks left"
@@ -179,16 +178,30 @@ class Regrouping:
             return "the nodes that are left have no place for the lost ranks"
         return ""
 
+    def _all_come(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether all workers at these places leave this generation if they are told to. They are able to; or they are
+        still on their way into it, from the gate of the one before, and come back (scenario `survive_second_loss`)."""
+        able = world.able
+        missing = [(name, each) for name, ranks in places.items() for each in set(ranks) - able.get(name, set())]
+        # Who was able in this generation, and is not any more, has left its training function.
+        return not missing or (self.settling and self._went_on.isdisjoint(missing))
+
     def _charge(self, now: float, world: World) -> str:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
         incident = self.incidents.newest
-        if incident.charged or world.free or incident.lost_nodes or not incident.failures:
+        if world.free or incident.lost_nodes or not incident.failures:
             return ""
-        lived_s = inf if killed_in_training(world, incident.failures) else world.lived_s(now)
-        pause = self.budget.charge(incident.failures[0].signature, lived_s)
+        # A loss after a start is another one, also if not all ranks were able since the one before. Else replacements
+        # that are lost whenever they join would cost nothing (scenario `survive_join_lost`).
+        another = self.settling and world.started_s is not None
+        if incident.charged and not another:
+            return ""
+        failures = incident.failures[-1:] if another else incident.failures
+        lived_s = inf if killed_in_training(world, failures) else world.lived_s(now)
+        pause = self.budget.charge(failures[0].signature, lived_s)
         if isinstance(pause, GiveUp):
             return pause.reason
-        incident.charged, self.replacements.not_before_s = True, now + pause.backoff_s
+        incident.charged, incident.covered, self.replacements.not_before_s = True, False, now + pause.backoff_s
         return ""
 
     def evidence(self, incident: Incident, world: World) -> list[Order]:
@@ -248,7 +261,7 @@ class Regrouping:
         # Nobody knows yet whether all can go on from here
         # (test_after_a_start_a_node_has_its_whole_lease_until_all_are_able_again).
         world.short_lease_s = 0.0
-        self._attempts, self._wanted = 0, 0
+        self._wanted = 0
         self.replacements.look_for_missing(world)
         plan = self.plan
         self._went_on.clear()
@@ -351,7 +364,7 @@ class Regrouping:
             known = [member.suspend_s if member.suspends else 0.0 for member in present]
             world.short_lease_s = self.limits.short_lease_of(max(known)) if known and all(known) else 0.0
         if self.settling and world.all_able:
-            self.settling = False
+            self.settling, self._attempts = False, 0
             self.incidents.over()
 
     def _replacements_failed(

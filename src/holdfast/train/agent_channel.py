@@ -85,7 +85,9 @@ class AgentChannel:
         self._lost = False
         """Whether the agent is gone."""
         self._arrived = True
-        """Whether the main thread does not train: before `train` and after `arrive`."""
+        """Whether the main thread waits at the gate, or is to be left alone: before `train` and after `arrive`."""
+        self._enters = False
+        """Whether it is on its way into the next generation: between `await_go` and `train` or `arrive`."""
         self._cut: Callable[[], object] = lambda: None
         self._may_interrupt: Callable[[], bool] = lambda: False
         self._exception: type[BaseException] | None = None
@@ -114,6 +116,7 @@ class AgentChannel:
 
     def close(self) -> None:
         """Close the channel: this worker cannot go on in another generation any more."""
+        self.arrive()  # the thread waits for that if a rank was lost while this one entered a generation
         if self._handler_before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(INTERRUPT_SIGNAL, self._handler_before)
             self._handler_before = None
@@ -135,12 +138,12 @@ class AgentChannel:
             self._handler_before = signal.signal(INTERRUPT_SIGNAL, self._on_interrupt) or signal.SIG_DFL
         with self.uninterrupted:
             self._cut, self._may_interrupt, self._exception = cut, may_interrupt, exception
-            self._arrived = False
+            self._arrived = self._enters = False
 
     def arrive(self) -> None:
         """End the watch: the main thread does not train any more. No interruption follows."""
         with self.uninterrupted:
-            self._arrived = True
+            self._arrived, self._enters = True, False
             self._changed.notify_all()
 
     def say(self, what: str, **fields: object) -> None:
@@ -162,11 +165,17 @@ class AgentChannel:
             self._changed.wait_for(lambda: self._lost or (self.released is not None and self.released.cut), limit_s)
             return self.released
 
-    def await_go(self) -> Go:
-        """Wait at the gate for the order to go on, and answer each release. Raises ChannelLostError."""
+    def await_go(self, cut: Callable[[], object] | None = None) -> Go:
+        """Wait at the gate for the order to go on, and answer each release. Raises ChannelLostError.
+
+        `cut` ends collective operations, and what the main thread waits for until it is in the new group. If another
+        rank is lost, this object's thread calls it again and again, until `arrive` or `train`: the main thread may open
+        one connection after the other. It is not interrupted otherwise."""
         with self._changed:
             go = self.look_ahead()
             self._go = self.released = None
+            if cut is not None:  # at once: a release that comes after this must find it
+                self._cut, self._arrived, self._enters = cut, False, True
             return go
 
     def look_ahead(self) -> Go:
@@ -246,7 +255,13 @@ class AgentChannel:
         while True:
             with self._changed:
                 left_s = deadline_s - time.monotonic()
-                if self._arrived or self._lost or self.released is not release or self._handler_before is None:
+                if self._arrived or self._lost or self.released is not release:
+                    return
+                if self._enters:
+                    self._cut()
+                    self._changed.wait(INTERRUPT_AGAIN_S)
+                    continue
+                if self._handler_before is None:
                     return
                 if left_s <= 0:
                     _thread.interrupt_main(INTERRUPT_SIGNAL)  # type: ignore[arg-type] # runs the handler: no signal is sent
@@ -254,7 +269,7 @@ class AgentChannel:
 
     def _on_interrupt(self, _: int, frame: FrameType | None) -> None:
         """The signal handler. It runs in the main thread, between two instructions of this frame."""
-        due = self.released is not None and self.released.cut and not self._arrived
+        due = self.released is not None and self.released.cut and not (self._arrived or self._enters)
         if due and self._exception is not None and self._may_interrupt() and _calls_a_module(frame):
             raise self._exception
 
@@ -273,35 +288,46 @@ class GroupSockets:
     def __init__(self) -> None:
         self._links: dict[int, str] = {}
         """Descriptor -> kernel's name of the socket, which shows whether the number has another socket now."""
-        self._shut: list[socket.socket] = []
-        """Duplicates of the connections that were cut, which keep them open until `forget`."""
+        self._before: dict[int, str] | None = None
+        """The sockets of this process when the outermost block of `noting` was entered; None: it is in no block."""
+        self._shut: dict[str, socket.socket] = {}
+        """Duplicates of the connections that were cut, which keep them open until `forget`, by the kernel's names."""
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note the sockets that are opened in the block: they belong to the group."""
-        before = open_sockets()
+        """Note the sockets that are opened in the block: they belong to the group, also while it is being made."""
+        outer, before = self._before, open_sockets()
+        self._before = before if outer is None else outer
         try:
             yield
         finally:
-            after = open_sockets()
-            self._links |= {fd: link for fd, link in after.items() if before.get(fd) != link}
+            self._before = outer
+            self._note(before)
+
+    def _note(self, before: Mapping[int, str]) -> None:
+        self._links |= {fd: link for fd, link in open_sockets().items() if before.get(fd) != link}
 
     def cut(self) -> int:
-        """End every wait on the connections, in this process alone. Returns their number. Any thread may call it.
+        """End every wait on the connections, in this process alone. Returns the number of those that are cut. Any
+        thread may call it, again for connections that were opened since.
 
         They are shut for reading only, and stay open until `forget`, whatever gloo closes: gloo loses an operation, and
         waits for it for ever, when it answers a message of a peer that has closed the connection in between. A
         listening socket is left alone: gloo ends the process when its accept fails.
         """
+        if self._before is not None:
+            self._note(self._before)
         for fd, link in list(self._links.items()):
             with contextlib.suppress(OSError):
+                if link in self._shut:
+                    continue
                 if os.readlink(f"/proc/self/fd/{fd}") != link:
                     continue  # gloo has closed it, and the number is another descriptor's
                 same = socket.socket(fileno=os.dup(fd))
                 if same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     same.close()
                     continue
-                self._shut.append(same)
+                self._shut[link] = same
                 same.shutdown(socket.SHUT_RD)
         return len(self._shut)
 
@@ -309,7 +335,7 @@ class GroupSockets:
         """Close the connections that were cut, when the group is gone on all ranks."""
         self._links.clear()
         while self._shut:
-            self._shut.pop().close()
+            self._shut.popitem()[1].close()
 
 
 def is_replacement(environ: Mapping[str, str] = os.environ) -> bool:

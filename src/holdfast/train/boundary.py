@@ -61,14 +61,20 @@ class Boundary:
         self._scales: list[list[torch.Tensor | None]] = []
         self._has_more = bool(self._followers or self._scalers)
 
-    def mark(self, state: TrainState, *, begins: bool = False) -> None:
+    def mark(self, state: TrainState, *, begins: bool = False, enters: bool = False) -> None:
         """Keep the state: the step that it counts is complete. `begins`: the training function was not called since
-        this state was made or taken."""
+        this state was made or taken. `enters`: it was agreed on for a world in which no step was done yet. Another rank
+        may not have come so far, so the random numbers are not written down: those of the step's own world stay."""
         step = self.step = state.step
         self.epoch = state.epoch
         self._random.read()
         if self._record is not None:
-            self._record.write(step, self._random.states, complete=True)
+            if enters:
+                self._record.go_back(step)
+            else:
+                self._record.write(step, self._random.states, complete=True)
+        if begins:
+            self._interrupted = None  # its step is done, or given up
         if self._schedulers:
             self._schedules = [now() for now in self._schedules_now]
         # Also without a schedule: the program's own code may change a learning rate at an epoch's end.

@@ -74,6 +74,8 @@ class FunctionsCalled:
     """The current generation; 0: the one in which this process was started, whose number it does not know."""
     report: RegroupReport | None = None
     """The report that is sent with the first step of a new generation; None: none is due."""
+    seeded: bool = False
+    """Whether this process got new random numbers in the present world, and has done no step with them."""
     equal_generators: list[str] | None = None
     """The random generators from which all ranks draw the same numbers; None: not known yet."""
     equal_objects: list[str] = field(default_factory=list)
@@ -92,8 +94,14 @@ class Rank(Protocol):
     def at_safe_point(self, release: Release) -> None:
         """All ranks leave the function at this safe point."""
 
-    def go_on(self, report: RegroupReport) -> None:
-        """Leave the old world and enter the next one (`GenerationCalls.enter`). It completes the report if it can."""
+    def leave_world(self) -> None:
+        """Let go of the old world, before this process has a place in the next one."""
+
+    def enter_world(self, go: Go, report: RegroupReport) -> None:
+        """Enter the next world (`GenerationCalls.enter`). It completes the report if it can.
+
+        If a rank is lost meanwhile, this is left by an exception, and called again with another place. So whatever of
+        the state it changes, it changes in one go, without a wait for other ranks."""
 
     def step(self) -> int:
         """The number of steps so far."""
@@ -239,8 +247,27 @@ class GenerationCalls:
         """Enter the next generation."""
         report = RegroupReport(time.monotonic())
         self.channel.arrive()
-        self.refusing_errors(lambda: rank.go_on(report))
+        self.refusing_errors(rank.leave_world)
+        self.entering(lambda go: rank.enter_world(go, report))
         self.functions.report = report
+
+    def entering(self, work: Callable[[Go], T]) -> T:
+        """Wait at the gate for a place in the next generation, and do the work that enters it. If another rank is lost
+        meanwhile, come back to the gate and do it again. If it fails otherwise, all ranks restart."""
+        while True:
+            go = self.channel.await_go(self._cut)
+            try:
+                found = work(go)
+                self.leave_if_cut()
+            except ChannelLostError:
+                raise
+            except (Exception, Released) as error:  # noqa: BLE001 - whatever it is, all ranks restart
+                if not self.is_consequence(error):
+                    self._refuse(error)
+                traceback.clear_frames(error.__traceback__)
+                self.channel.arrive()
+            else:
+                return found
 
     def refusing_errors(self, work: Callable[[], T]) -> T:
         """Do the work. If it fails, whatever the error is, all ranks restart."""
@@ -259,7 +286,9 @@ class GenerationCalls:
         drain.begin_again()
         self.functions.generation = go.generation
         forget_pending()
-        return regroup(self.group, go.generation, self._ranks)
+        peers = regroup(self.group, go.generation, self._ranks)
+        self.leave_if_cut()
+        return peers
 
     def on_entering(self, tell: Callable[[Any, int], object]) -> None:
         """Call this with the store of each further generation, and this process's rank there, before its ranks wait for
@@ -273,7 +302,7 @@ class GenerationCalls:
         Peers(self.group.rank, self.group.world, dist.PrefixStore("spares", self.group.store)).all_gather(0)
         return regroup(self.group, self.functions.generation, self._ranks)
 
-    def _refuse(self, error: Exception) -> NoReturn:
+    def _refuse(self, error: BaseException) -> NoReturn:
         """Let all ranks be restarted, and wait for that. Raising the exception here would make it look like the cause
         of the loss."""
         self.channel.say("refuse", why=f"{type(error).__name__}: {error}"[:WHY_CHARACTERS_MAX])

@@ -247,9 +247,10 @@ def regroup(group: ProcessGroup, generation: int, ranks: Callable[[int], int] = 
 def _destroy(group: ProcessGroup) -> None:
     """Destroy torch's groups, and destruct them: a process may be regrouped hundreds of times."""
     assert group.connection is not None
-    if group.connection.on_nccl:
-        if dist.is_initialized():  # otherwise the order to regroup has aborted it already
-            torch_private.abort_groups()
+    if not dist.is_initialized():  # NCCL: the order to regroup has aborted it; or a rank was lost while it was made
+        torch_private.forget_half_a_group()
+    elif group.connection.on_nccl:
+        torch_private.abort_groups()
     else:
         # This rank may have come here by itself: then operations in other threads still wait.
         group.connection.sockets.cut()
@@ -361,6 +362,7 @@ def _join(variables: _LauncherVariables, device: torch.device, connection: Group
             store: Any = dist.HashStore()
         elif name:
             store = _enter_generation(connection, name, _store_of_generation(variables, wait))
+            _meet(dist.PrefixStore("meets", store), variables.world)
         else:
             store, _rank, _world = next(dist.rendezvous("env://", variables.rank, variables.world, **wait))
             store = _without_the_dead(store, variables, timeout_s)
@@ -374,6 +376,14 @@ def _join(variables: _LauncherVariables, device: torch.device, connection: Group
             **wait,
         )
         connection.on_nccl = "nccl" in dist.get_backend()
+
+
+def _meet(store: Any, world: int) -> None:
+    """Wait until all ranks of a generation are there. One may be lost on its way: this wait can be cut, and while gloo
+    connects two ranks, one of them waits for the other in a way that cannot."""
+    if store.add("here", 1) == world:
+        store.set("all", "1")
+    store.wait(["all"])
 
 
 def store_ahead(generation: int, environment: Mapping[str, str]) -> Any:

@@ -338,6 +338,16 @@ class RandomRecord:
         steps[number] = step + 1
         self._newest = step
 
+    def go_back(self, step: int) -> None:
+        """The job goes on from this step in another world: those after it are given up. What is recorded of this one
+        stays: the numbers that this rank had after it in the world in which it was done."""
+        for number in range(RECORDS):
+            if self._steps[number] > step + 1:
+                self._steps[number] = 0
+            elif self._steps[number] == step + 1:
+                self._number = number
+        self._newest, self._complete = step, True
+
     def read(self, step: int) -> States | None:
         """The states after this step; None: they were not recorded."""
         for number in range(RECORDS):

@@ -75,6 +75,8 @@ class Reducers:
         was not known."""
         self._frozen: list[int] = []
         self._graded: list[int] = []
+        self._connected = True
+        """Whether they have reducers: not between `disconnect` and `connect`."""
 
     @property
     def orders(self) -> list[Order]:
@@ -183,6 +185,9 @@ class Reducers:
         If a module's first step is given up after its backward pass, it is done again with the buckets of a first step:
         the order that this pass has found does not count (test_survival.py, "the first step"). That of a static graph
         is known only after its second step (test_reducers.py, "static twice")."""
+        if not self._connected:  # a rank was lost before the next world was entered
+            return
+        self._connected = False
         self._read_orders(self._used)
         self._used = set()
         self._graded = [
@@ -215,6 +220,7 @@ class Reducers:
         # averages then move even a parameter that the step does not use; without a gradient they would not.
         for number in graded:
             self._parameters[number].grad = torch.zeros_like(self._parameters[number])
+        self._connected = True
 
     def _build(self, number: int, wrapper: DistributedDataParallel, hooks: list[tuple[Any, Any]], builtin: str) -> None:
         built = self._built_with(number)

@@ -146,7 +146,7 @@ class Remaker:
             self._snaps._survivor = self._snaps._remaker = self
             if is_replacement():
                 self._calls.channel.say("ready")
-                self._calls.refusing_errors(self._enter)
+                self._calls.entering(self._enter)
             elif not self._all_fit:
                 self._spare = self._calls.refusing_errors(self._calls.leave_out_spares) is None
             found = self._calls.run(lambda: self._wait_as_spare() if self._spare else self._train(train), self)
@@ -216,8 +216,8 @@ class Remaker:
                 raise SystemExit(0)
             time.sleep(SPARE_POLL_S)
 
-    def go_on(self, report: RegroupReport) -> None:  # noqa: ARG002 - `resumed` completes it
-        """Let everything go, and enter the next generation."""
+    def leave_world(self) -> None:
+        """Let everything go."""
         self._optimizers = None
         self._note_decided()
         saving, replicas, self._replicas = self._snaps._stop_saving(), self._replicas, None
@@ -229,10 +229,12 @@ class Remaker:
         self._snaps._let_go()
         gc.collect()  # modules, their hooks and meshes refer to each other
         torch_private.forget_meshes()
-        self._enter()
 
-    def _enter(self) -> None:
-        peers = self._calls.enter(self._calls.channel.await_go())
+    def enter_world(self, go: Go, report: RegroupReport) -> None:  # noqa: ARG002 - `resumed` completes it
+        self._enter(go)
+
+    def _enter(self, go: Go) -> None:
+        peers = self._calls.enter(go)
         forget_previous_end()
         self._spare = peers is None
         if peers is None:

@@ -47,7 +47,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.protocol.errors import ProcessGroupError, TrackingError
 from holdfast.protocol.train_contract import Survive
-from holdfast.train.agent_channel import AgentChannel, Release, is_replacement
+from holdfast.train.agent_channel import AgentChannel, Go, Release, is_replacement
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
 from holdfast.train.carrying import (
@@ -206,6 +206,14 @@ class Survivor:
         """The store in which the ranks leave their digests after the first step of a generation."""
         self._steps = 0
         """Steps that were completed in this generation while the comparison was due."""
+        self._clean = True
+        """Whether the state that this process has outside of its training function is that of a completed step."""
+        self._adopts = False
+        """Whether this rank is being brought to the state that was agreed on."""
+        self._home = [group.rank, group.world]
+        """This rank's number, and the world's size, in the world in which the ranks agreed on a state last."""
+        self._steps_lost = 0
+        """`Agreement.steps_lost` since the last world was left, the largest one if there were several agreements."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -222,7 +230,8 @@ class Survivor:
             # Since resume() a replacement may have drawn numbers, which the lost rank had not.
             if self._functions.random is not None:
                 self._boundary.set_random(self._functions.random)
-            self._boundary.mark(self._snaps.state, begins=True)
+            joins = 0 < self._functions.count <= self._functions.joined_in
+            self._boundary.mark(self._snaps.state, begins=True, enters=joins)
             self._begin_step()
             if self._functions.count < self._functions.joined_in:
                 self._boundary.after_forward = self._refuse_training
@@ -307,7 +316,7 @@ class Survivor:
         if not self._compared:
             self._compare_ranks()
         if self._no_step_yet:
-            self._no_step_yet = False
+            self._no_step_yet = self._functions.seeded = False
             self._calls.step_is_done()
             if why := self._reducers.why_not():  # the function itself may use join(), or set a communication hook
                 self.withdraw(why)
@@ -338,22 +347,27 @@ class Survivor:
 
     # --- entering the new one ---------------------------------------------------------------------------------------
 
-    def go_on(self, report: RegroupReport) -> None:
-        """Go back to the last boundary, and enter the next generation."""
+    def leave_world(self) -> None:
+        """Go back to the last boundary."""
         self._boundary.rewind(self._snaps.state)
-        agreement = self._agree(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
-        self._boundary.mark(self._snaps.state, begins=True)
+        self._clean = not self._stepping and self._boundary.untouched()
+        self._steps_lost = 0
+
+    def enter_world(self, go: Go, report: RegroupReport) -> None:
+        """Enter the next generation. If another rank is lost before the ranks have agreed on a state, this one still
+        has that of the boundary; later it has the agreed one. It tells the others which in the generation that
+        follows."""
+        agreement = self._agree(go, step=self._boundary.step)
         self._begin_step()
-        self._stepping = False
-        report.step, report.steps_lost = agreement.chosen.step, agreement.steps_lost
+        report.step, report.steps_lost = agreement.chosen.step, self._steps_lost
         for module, mode in self._modes:  # it may have been interrupted in an evaluation
             module.training = mode
 
-    def _agree(self, *, step: int, clean: bool) -> Agreement:
-        """Enter the next generation, and agree with the other ranks on the state. `step`, `clean`: see RankReport."""
+    def _agree(self, go: Go, *, step: int) -> Agreement:
+        """Enter the next generation, and agree with the other ranks on the state. `step`: see RankReport."""
         calls, boundary, snaps = self._calls, self._boundary, self._snaps
-        before = [calls.group.rank, calls.group.world]
-        go = calls.channel.await_go()
+        if self._adopts:
+            raise ProcessGroupError("the state that was agreed on could not be taken over completely")
         self._reducers.disconnect()
         peers = calls.enter(go)
         assert peers is not None  # all ranks train
@@ -361,8 +375,8 @@ class Survivor:
         own = RankReport(
             step,
             self._functions.count,
-            clean,
-            before,
+            self._clean and step >= 0,
+            self._home,
             boundary.epoch,
             positions,
             schedule=snaps._schedule.state(),
@@ -374,22 +388,33 @@ class Survivor:
             objects=boundary.objects.digests(),
             equal_generators=self._functions.equal_generators,
             equal_objects=self._functions.equal_objects,
+            seeded=self._functions.seeded,
         )
         agreement = Agreement.reach(peers, own)
-        self._functions.equal_generators, self._functions.equal_objects = (
-            agreement.chosen.equal_generators,
-            agreement.chosen.equal_objects,
-        )
-        self._reducers.connect(agreement.chosen.orders, agreement.chosen.frozen, agreement.chosen.graded)
-        agreement.apply(snaps, calls.group, peers, boundary, survived=step >= 0)
+        data = agreement.transfer(snaps._tracker, calls.group.device, peers.rank)
+        self._adopt(agreement, peers, data, survived=step >= 0)
         snaps._go_on(peers, calls.functions.generation, agreement.chosen.schedule, agreement.chosen.durable)
         return agreement
+
+    def _adopt(self, agreement: Agreement, peers: Peers, data: torch.Tensor | None, *, survived: bool) -> None:
+        """Bring this rank to the chosen state. It waits for no other rank, so it is done completely or not at all: half
+        of it would be the state of no step."""
+        chosen, boundary, functions = agreement.chosen, self._boundary, self._functions
+        self._adopts = True
+        functions.equal_generators, functions.equal_objects = chosen.equal_generators, chosen.equal_objects
+        self._reducers.connect(chosen.orders, chosen.frozen, chosen.graded)
+        functions.seeded = agreement.apply(self._snaps, peers, boundary, data, survived=survived)
+        boundary.mark(self._snaps.state, begins=True, enters=True)
+        self._stepping, self._clean = False, True
+        self._home = [peers.rank, peers.world]
+        self._steps_lost = max(self._steps_lost, agreement.steps_lost)
+        self._adopts = False
 
     def join(self) -> int:
         """Join the others as a replacement, in `resume()`. Returns the step from which it goes on."""
         self._calls.channel.say("ready")
-        chosen = self._calls.refusing_errors(lambda: self._agree(step=-1, clean=False).chosen)
-        self._boundary.mark(self._snaps.state, begins=True)
+        # If another rank is lost meanwhile, it is a replacement again.
+        chosen = self._calls.entering(lambda go: self._agree(go, step=-1).chosen)
         self._functions.joined_in, self._functions.random = chosen.function, self._boundary.random
         return chosen.step
 
@@ -423,7 +448,8 @@ class RankReport:
     clean: bool
     """Whether the rank has done nothing since then that changes more than the boundary keeps."""
     before: list[int]
-    """The rank's number and the world's size in the old world."""
+    """The rank's number and the world's size in the last world in which the ranks agreed on a state: its steps since
+    then were done there."""
     epoch: int
     positions: dict[str, dict[str, Any]]
     """The positions of the loaders and samplers after that step, by name."""
@@ -445,6 +471,8 @@ class RankReport:
     """The random generators from which all ranks draw the same numbers; None: not known."""
     equal_objects: list[str]
     """Tracked objects that were equal on all ranks when these were compared."""
+    seeded: bool = False
+    """`FunctionsCalled.seeded`."""
 
 
 @dataclass(frozen=True)
@@ -461,6 +489,9 @@ class Agreement:
     """The number of steps that some rank has completed and that are done again."""
     same_ranks: bool
     """Whether every survivor has the rank that it had, in a world of the same size."""
+    same_numbers: bool
+    """Whether each rank, lost ones included, had random numbers after the chosen step with which it can go on: not if
+    some rank was seeded anew since then, in a world that not all have come to."""
     objects: tuple[Digests, ...]
     """The digests of the survivors that have completed the chosen step."""
 
@@ -475,6 +506,9 @@ class Agreement:
             raise ProcessGroupError(
                 f"some ranks had begun training function {max(functions)} of these Snapshots, and others had not"
             )
+        survivors = [(rank, each) for rank, each in enumerate(reports) if each.step >= 0]
+        if not survivors:
+            raise ProcessGroupError("every rank that had the state of a completed step is lost")
         clean = [rank for rank, each in enumerate(reports) if each.clean]
         if not clean:
             raise ProcessGroupError(
@@ -484,22 +518,27 @@ class Agreement:
             )
         source = max(clean, key=lambda rank: (reports[rank].step, -rank))
         chosen = reports[source]
+        same_ranks = all(each.before == [rank, peers.world] for rank, each in survivors)
         return cls(
             chosen=chosen,
             source=source,
             behind=tuple(rank for rank, each in enumerate(reports) if not each.clean or each.step != chosen.step),
             steps_lost=max(0, max(each.step for each in reports) - chosen.step),
-            same_ranks=all(each.step < 0 or each.before == [rank, peers.world] for rank, each in enumerate(reports)),
+            same_ranks=same_ranks,
+            same_numbers=same_ranks and not any(each.seeded and each.step == chosen.step for _, each in survivors),
             objects=tuple(each.objects for each in reports if each.step == chosen.step),
         )
 
-    def apply(self, snaps: Snapshots, group: ProcessGroup, peers: Peers, boundary: Boundary, *, survived: bool) -> None:
-        """Bring this rank to the chosen state; every rank calls this. `survived`: this process is no replacement."""
+    def apply(
+        self, snaps: Snapshots, peers: Peers, boundary: Boundary, data: torch.Tensor | None, *, survived: bool
+    ) -> bool:
+        """Bring this rank to the chosen state. `data`: from `transfer`. `survived`: this process is no replacement.
+        Returns whether the rank has new random numbers."""
         tracker, step = snaps._tracker, self.chosen.step
         boundary.objects.check_world(same_ranks=self.same_ranks)
         tracker.regroup(peers.rank, peers.world)
-        states = self._transfer(tracker, group.device, peers.rank) if self.behind else {}
-        if peers.rank in self.behind:
+        if data is not None:
+            states = _take_over(tracker, data)
             boundary.objects.follow(
                 step,
                 states,
@@ -513,12 +552,16 @@ class Agreement:
 
         snaps.state.step, snaps.state.epoch = step, self.chosen.epoch
         tracker.set_positions(self.chosen.positions)
-        if not (self.same_ranks and boundary.restore_random(step, survived=survived)):
-            seed_random(self.chosen.seed.encode(), peers.rank, peers.world, self.chosen.equal_generators or ())
+        if self.same_numbers and boundary.restore_random(step, survived=survived):
+            return False
+        seed_random(self.chosen.seed.encode(), peers.rank, peers.world, self.chosen.equal_generators or ())
+        return True
 
-    def _transfer(self, tracker: Tracker, device: torch.device, rank: int) -> dict[str, Any]:
-        """Send everything that is tracked from the source to the ranks behind. On these it returns the states of the
-        source's own objects (own_objects.py), which no object was given yet; on others an empty dictionary."""
+    def transfer(self, tracker: Tracker, device: torch.device, rank: int) -> torch.Tensor | None:
+        """Send everything that is tracked from the source to the ranks behind; every rank calls this. Returns the
+        source's state on these, None on others. It changes nothing."""
+        if not self.behind:
+            return None
         on = device if "nccl" in dist.get_backend() else torch.device("cpu")
         if rank == self.source:
             data = image(tracker).to(on)
@@ -531,8 +574,8 @@ class Agreement:
             dist.recv(size, self.source)
             data = torch.empty(int(size.item()), dtype=torch.uint8, device=on)
             dist.recv(data, self.source)
-            return _take_over(tracker, data.cpu())
-        return {}
+            return data.cpu()
+        return None
 
 
 def _take_over(tracker: Tracker, data: torch.Tensor) -> dict[str, Any]:

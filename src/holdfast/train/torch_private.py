@@ -59,6 +59,15 @@ def all_groups() -> list[Any]:
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
+def forget_half_a_group() -> None:
+    """Let torch name the next default group as a fresh process does: after one that could not be made it has counted
+    it, and the ranks would look for each other under different names. Where torch does not have the count, nothing
+    happens."""
+    world: Any = getattr(dist.distributed_c10d, "_world", None)
+    if hasattr(world, "group_count"):
+        world.group_count = 0
+
+
 def abort_groups() -> None:
     """End NCCL's operations, in which a rank waits for a dead one.
 

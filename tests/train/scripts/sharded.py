@@ -221,6 +221,18 @@ def come_late(snaps: ht.Snapshots) -> None:
         dist.all_reduce = late
 
 
+def in_joins() -> None:
+    """A rank may be lost while the ranks of a further world make its process group: it waits for the others there."""
+    make, worlds = dist.init_process_group, [0]
+
+    def made(*arguments: Any, **keywords: Any) -> None:
+        worlds[0] += 1
+        reach("join", worlds[0])
+        make(*arguments, **keywords)
+
+    dist.init_process_group = made
+
+
 def in_agreements() -> None:
     """A rank may be lost at each point of an agreement on a step."""
     announce, look, say = StepAgreement.announce, StepAgreement.look, step_links.StepLink.say
@@ -354,5 +366,6 @@ def main() -> None:
 
 remaking.NONE_FIT_S = CASE.get("too few wait", remaking.NONE_FIT_S)
 hold_back_replacements()
+in_joins()
 in_agreements()
 main()

@@ -157,7 +157,8 @@ def await_release() -> None:
 
 
 def in_joins() -> None:
-    """A rank may be lost while the ranks of a further world make its process group: it waits for the others there."""
+    """A rank may be lost on its way into a further world: while the ranks make its process group, where it waits for the
+    others, or while they agree on a state."""
     make, worlds = dist.init_process_group, [0]
 
     def made(*arguments: Any, **keywords: Any) -> None:
@@ -169,7 +170,20 @@ def in_joins() -> None:
         reach("join", worlds[0])
         make(*arguments, **keywords)
 
-    dist.init_process_group = made
+    receive, go_on = dist.recv, ht.Snapshots._go_on
+
+    def received(*arguments: Any, **keywords: Any) -> Any:
+        """Of the state there is the size first."""
+        source = receive(*arguments, **keywords)
+        reach("received", worlds[0])
+        return source
+
+    def agreed(snaps: ht.Snapshots, *arguments: Any) -> None:
+        """This rank has the state from which all go on; others may not have it yet."""
+        reach("agreed", worlds[0])
+        go_on(snaps, *arguments)
+
+    dist.init_process_group, dist.recv, ht.Snapshots._go_on = made, received, agreed
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
