@@ -17,7 +17,8 @@ from unittest.mock import patch
 from holdfast.cli import COMMANDS, doctor, function_of
 from holdfast.cli.completion import parser_of
 from holdfast.cli.option_table import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
-from holdfast.rendezvous.conf import BACKENDS, KEYS
+from holdfast.rendezvous.backends import BACKENDS, BY_VALUE
+from holdfast.rendezvous.third_party import load_backend
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TABLES = {"run", "launch", "doctor"}
@@ -130,7 +131,12 @@ def render() -> str:
 
 def conf_table() -> str:
     """The keys of `--rdzv-conf`. Raises LookupError for a key that is unknown here or in the source."""
-    backends = {key: [name for name in BACKENDS if key in KEYS[name]] for keys in KEYS.values() for key in keys}
+    keys_of = {name: set(row.keys) for name, row in BACKENDS.items()}
+    for name, row in BACKENDS.items():
+        if row.shared_value:
+            keys_of[name] |= set(load_backend(name).conf_keys)
+    keys = set(BY_VALUE.keys).union(*keys_of.values())
+    backends = {key: [name for name in BACKENDS if key in keys_of[name]] for key in keys}
     if differ := backends.keys() ^ CONF_KEYS.keys():
         raise LookupError(f"the keys of --rdzv-conf and the table of this page differ in {sorted(differ)}")
     rows = (

@@ -4,10 +4,13 @@ import pytest
 
 from holdfast.protocol.errors import RendezvousConfigError
 from holdfast.protocol.policy import Limits
-from holdfast.rendezvous.conf import KEYS, limits_from_conf, parse_conf, read_conf, unknown_key_notices
+from holdfast.rendezvous.backends import BACKENDS, row_of
+from holdfast.rendezvous.conf import limits_from_conf, parse_conf, read_conf, unknown_key_notices
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
+
+EACH = pytest.mark.parametrize("backend", [*BACKENDS, "of_a_package"])
 
 BASE = Limits()
 
@@ -75,7 +78,7 @@ def test_a_key_that_does_nothing_is_told_with_the_nearest(backend: str, key: str
     assert f"did you mean {nearest}?" in notice
 
 
-@pytest.mark.parametrize("backend", KEYS)
+@EACH
 def test_the_time_to_wait_for_others_has_two_names_with_every_backend(backend: str) -> None:
     for key in ("timeout", "join_timeout"):
         assert unknown_key_notices(backend, {key: "5"}) == []
@@ -91,6 +94,6 @@ def test_a_key_that_is_near_nothing_is_still_told(backend: str, key: str) -> Non
     assert "did you mean" not in notice
 
 
-@pytest.mark.parametrize("backend", KEYS)
+@EACH
 def test_keys_that_work_are_not_told(backend: str) -> None:
-    assert unknown_key_notices(backend, dict.fromkeys(KEYS[backend], "1")) == []
+    assert unknown_key_notices(backend, dict.fromkeys(row_of(backend).keys, "1")) == []

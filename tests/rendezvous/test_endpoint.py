@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.protocol.errors import EndpointError, RendezvousConfigError
-from holdfast.rendezvous.conf import BACKENDS, check_backend, default_port, parse_endpoint
+from holdfast.rendezvous.backends import BACKENDS, check_backend, default_port
+from holdfast.rendezvous.conf import parse_endpoint
 
 GOOD = [
     ("", "localhost", 29400),

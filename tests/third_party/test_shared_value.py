@@ -16,7 +16,7 @@ from holdfast.protocol.errors import (
     EtcdUnreachableError,
     HoldfastError,
 )
-from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, ThirdPartyOptions, WorkerCommand
+from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, SharedValueOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.elections import Leader, Memory, address_of_default_route
 from holdfast.rendezvous.third_party import (
@@ -208,7 +208,7 @@ def test_whose_fault_it_is(answer: object, kind: type[HoldfastError], words: str
 # --- a third party's call that never comes back costs an attempt, not the agent ---------------------------------------
 
 
-PLACE = ThirdPartyOptions(endpoint="somewhere", conf={})
+PLACE = SharedValueOptions(endpoint="somewhere", conf={})
 OPTIONS = RunOptions(
     job=JobSpec(run_id="job", min_nodes=1, max_nodes=1, backend="mine"),
     limits=Limits(),
@@ -217,7 +217,7 @@ OPTIONS = RunOptions(
     logs=LogOptions(log_dir=None),
     endpoint=Endpoint(host="", port=0),
     local_addr="127.0.0.1",
-    third_party=PLACE,
+    shared_value=PLACE,
 )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.backends import BACKENDS
 from tests.processes.conftest import Agent, JobFolder, is_alive
 from tests.support.limits import limit_s, until
 
@@ -71,7 +72,7 @@ BAD = [
 
 WRONG = [
     (["--rdzv-backend=god"], "did you mean good?"),
-    (["--rdzv-backend=xyz"], "known are c10d, static, etcd, etcd-v2, good"),
+    (["--rdzv-backend=xyz"], f"known are {', '.join(BACKENDS)}, good"),
     (["--rdzv-backend=good", "--rdzv-conf=zone=moon", "--rdzv-endpoint=e"], "good: there is no zone moon at e"),
     (["--rdzv-backend=good", "--rdzv-conf=zone=port", "--rdzv-endpoint=host"], "names no port"),
     (["--rdzv-backend=good", "--rdzv-conf=lease_ttl=1"], "lease_ttl=1: a lease"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 from holdfast.cli import COMMANDS, function_of
 from holdfast.cli.option_table import FLAG, OPTIONS, TABLES, Option
 from holdfast.protocol.errors import UsageError
+from holdfast.rendezvous.backends import BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ SCRIPT, FILE, NOTHING = "script", "file", "nothing"
 FILE_METAVARS = frozenset({"FILE", "DIR", "PROGRAM", "PATH", "FOLDER"})
 KNOWN_VALUES = {
     "--nproc-per-node": ("auto", "gpu", "cpu", "xpu"),
-    "--rdzv-backend": ("c10d", "static", "etcd", "etcd-v2"),
+    "--rdzv-backend": tuple(BACKENDS),
     "--event-log-handler": ("null", "console"),
     "--preload": ("auto", "none"),
 }

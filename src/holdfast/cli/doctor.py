@@ -135,7 +135,7 @@ def check(parsed: Parsed) -> Found:
     for notice in notices:
         say(notice)
     together = rdzv.job.max_nodes > 1 and not rdzv.standalone
-    if together and (rdzv.etcd is not None or rdzv.third_party is not None):
+    if together and (rdzv.etcd is not None or rdzv.shared_value is not None):
         raise RendezvousConfigError(
             f"--rdzv-backend {rdzv.job.backend}: for the doctor the nodes connect to a port of one of them; "
             "give --rdzv-backend c10d --rdzv-endpoint HOST:PORT"

@@ -2,12 +2,14 @@
 
 The parser, the reading of variables and files, the plan, the schema of the file and the pages use the same table. Knows
 names, types, ranges and defaults (torchrun's), and the field that gets a value; knows no other meaning of values.
-Standard library only.
+No third-party package is loaded.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.rendezvous.backends import BACKENDS
 
 if TYPE_CHECKING:
     from typing import Any
@@ -142,7 +144,7 @@ OPTIONS: tuple[Option, ...] = (
     *in_group(
         RENDEZVOUS,
         Option("--standalone", FLAG, False, "a job of this node alone; needs no endpoint and no free port"),
-        Option("--rdzv-backend", TEXT, "static", "how the nodes meet: c10d, static, etcd, etcd-v2", "NAME"),
+        Option("--rdzv-backend", TEXT, "static", f"how the nodes meet: {', '.join(BACKENDS)}", "NAME"),
         Option("--rdzv-endpoint", TEXT, "", "where they meet, the same on all nodes; c10d: or several", "HOST[:PORT]"),
         Option("--rdzv-id", TEXT, "none", "name of the job, the same on all nodes", "ID", number_too=True),
         Option("--rdzv-conf", TEXT, "", "further settings of the rendezvous", "KEY=VALUE,..."),

@@ -256,7 +256,7 @@ def coordinator_text(options: RunOptions) -> str:
         return "this agent"
     if options.is_host is not None:
         return "this agent, by is_host" if options.is_host else "another agent, by is_host"
-    if options.etcd is not None or options.third_party is not None:
+    if options.is_elected:
         return f"an agent elected through {options.job.backend}; another one if its node is lost"
     later = "; another one if its node is lost" if options.succession else ""
     return f"the agent on the machine that owns {options.endpoint.host}{later}"

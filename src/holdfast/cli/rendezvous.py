@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.inherited import read_token, weakness
 from holdfast.protocol.charter import Electorate, electorate
 from holdfast.protocol.errors import EndpointError, HoldfastError, NodesError, RendezvousConfigError
-from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
+from holdfast.protocol.options import Endpoint, EtcdOptions, SharedValueOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits
 from holdfast.protocol.train_contract import Survive
 from holdfast.rendezvous import conf as rdzv_conf
-from holdfast.rendezvous.conf import PORT_MAX, check_backend, default_port, is_built_in, parse_endpoint
+from holdfast.rendezvous.backends import check_backend, default_port, has_shared_value
+from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
 from holdfast.text import is_loopback, plural
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class RendezvousOptions(NamedTuple):
     token: bytes | None
     node_rank: int | None
     etcd: EtcdOptions | None
-    third_party: ThirdPartyOptions | None
+    shared_value: SharedValueOptions | None
     more_endpoints: tuple[Endpoint, ...]
     succession: bool
     agent_port: int
@@ -57,12 +58,12 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
     check_backend_name(parsed)
     standalone = is_standalone(parsed, most)
     backend = "c10d" if standalone else parsed.values.rdzv_backend
-    foreign = not is_built_in(backend)
+    by_value = has_shared_value(backend)
     more: tuple[Endpoint, ...] = ()
     if standalone:
         least, most = alone(parsed, least, most, notices)
         endpoint = Endpoint(host=LOOPBACK, port=0)
-    elif foreign:
+    elif by_value:
         report_idle_master(parsed, backend, notices)
         endpoint = Endpoint(host="", port=0)
     else:
@@ -70,15 +71,14 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         more = tuple(others)
 
     job_id = run_id(parsed, standalone, most, notices)
-    third_party = None
+    shared_value = None
     try:
         conf = rdzv_conf.parse_conf(parsed.values.rdzv_conf)
-        if foreign:
-            third_party = third_party_options(parsed, backend, job_id, conf, notices)
+        if by_value:
+            shared_value = shared_value_options(parsed, backend, job_id, conf, notices)
         else:
             notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
-        known = rdzv_conf.THIRD_PARTY if foreign else backend
-        limits = rdzv_conf.limits_from_conf(known, conf, patience)
+        limits = rdzv_conf.limits_from_conf(backend, conf, patience)
         is_host = None if standalone or backend != "c10d" else rdzv_conf.read_is_host(conf)
         etcd = etcd_options(backend, conf, endpoint)
         succession = backend == "c10d" and most > 1 and rdzv_conf.read_succession(conf)
@@ -111,7 +111,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         token=token,
         node_rank=node_rank(parsed, standalone, fixed, most, notices),
         etcd=etcd,
-        third_party=third_party,
+        shared_value=shared_value,
         more_endpoints=more,
         succession=succession,
         agent_port=agent_port(parsed, succession, notices),
@@ -135,7 +135,7 @@ def losses_survived(options: RunOptions) -> str:
     job, others = options.job, options.more_endpoints
     if job.max_nodes == 1:
         return "the loss of no node: it has one"
-    if options.etcd is not None or options.third_party is not None:
+    if options.is_elected:
         return f"the loss of any node, the coordinator's too: another one is elected through {job.backend}"
     if not options.succession:
         why = "with static rendezvous the others wait for it" if job.fixed_ranks else "succession is off"
@@ -203,19 +203,18 @@ def etcd_options(backend: str, conf: rdzv_conf.Conf, endpoint: Endpoint) -> Etcd
     return read_etcd_conf(backend, conf, endpoint)
 
 
-def third_party_options(
+def shared_value_options(
     parsed: Parsed, backend: str, job_id: str, conf: rdzv_conf.Conf, notices: list[str]
-) -> ThirdPartyOptions:
-    """Load the package of this backend and let it check its options. Raises CallerError."""
-    from holdfast.rendezvous.third_party import load_third_party, read_third_party
+) -> SharedValueOptions:
+    """Load this backend and let it check its options. Raises CallerError."""
+    from holdfast.rendezvous.third_party import load_backend, read_shared_value
 
     try:
-        loaded = load_third_party(backend)
+        loaded = load_backend(backend)
     except RendezvousConfigError as error:
         raise naming_source(parsed, error, "rdzv_backend") from error.__cause__
-    options = read_third_party(backend, loaded, parsed.values.rdzv_endpoint.strip(), job_id, conf)
-    own = tuple(loaded.conf_keys)
-    notices.extend(rdzv_conf.unknown_key_notices(rdzv_conf.THIRD_PARTY, conf, name=backend, own=own))
+    options = read_shared_value(backend, loaded, parsed.values.rdzv_endpoint.strip(), job_id, conf)
+    notices.extend(rdzv_conf.unknown_key_notices(backend, conf, own=loaded.conf_keys))
     return options
 
 

@@ -551,7 +551,7 @@ def how_others_join(parsed: Parsed, command: str, options: RunOptions, environ: 
     if options.standalone or job.max_nodes == 1 or any(name in environ for name in STARTED_BY_OTHERS):
         return ""
     line = line_of_others(parsed, command, options)
-    if options.etcd is not None or options.third_party is not None or not is_loopback(endpoint.host):
+    if options.is_elected or not is_loopback(endpoint.host):
         return f"on each other node: {line}"
     is_static = job.fixed_ranks and not parsed.given("rdzv_endpoint")
     reachable = f"--master-addr {own}" if is_static else f"--rdzv-endpoint {own}:{endpoint.port or 'PORT'}"

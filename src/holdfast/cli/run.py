@@ -249,7 +249,7 @@ def run_agent(
     worker_command.begin(supervisor, options)  # before our own heavy modules: both import at the same time
     # asyncio asks for ssl, and this process uses no TLS in asyncio: etcd has clients of its own, in threads. What the
     # backend of a third party uses is not known.
-    with quick_imports(without="ssl" if options.third_party is None else ""):
+    with quick_imports(without="ssl" if options.shared_value is None else ""):
         ahead = fork_those_ahead(extensions, options)  # of modules that the children need too, none is there yet
         from holdfast.diagnosis.causes import judge
         from holdfast.runtime.agent_service import run_job

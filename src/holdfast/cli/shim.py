@@ -18,7 +18,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import EVENT_HANDLERS, OPTIONS
 from holdfast.inherited import draw_token
 from holdfast.protocol.errors import HoldfastError, UsageError
-from holdfast.rendezvous.conf import is_built_in
+from holdfast.rendezvous.backends import GROUP, is_built_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,6 +140,4 @@ def is_torchs_backend(name: str) -> bool:
     """Whether a package registers the backend with torchrun, and none with holdfast."""
     from importlib.metadata import entry_points
 
-    return bool(entry_points(group="torchrun.handlers", name=name)) and not entry_points(
-        group="holdfast.rendezvous", name=name
-    )
+    return bool(entry_points(group="torchrun.handlers", name=name)) and not entry_points(group=GROUP, name=name)

@@ -105,8 +105,9 @@ class EtcdOptions(Struct, frozen=True, kw_only=True):
     password: str | None = None
 
 
-class ThirdPartyOptions(Struct, frozen=True, kw_only=True):
-    """Options of a rendezvous backend of an installed package; its name is the job's `backend`."""
+class SharedValueOptions(Struct, frozen=True, kw_only=True):
+    """Options of a rendezvous backend that offers a shared value, such as that of an installed package; its name is the
+    job's `backend`."""
 
     endpoint: str
     """The endpoint as given: the backend defines its form."""
@@ -157,9 +158,9 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """rdzv-conf is_host: force or forbid hosting the coordinator; None: decided by binding."""
     token: bytes | None = None
     etcd: EtcdOptions | None = None
-    """None: the coordinator is at the endpoint itself, or found by `third_party`."""
-    third_party: ThirdPartyOptions | None = None
-    """The coordinator is found by an installed package's backend; `endpoint` is not used then."""
+    """None: the coordinator is at the endpoint itself, or found by `shared_value`."""
+    shared_value: SharedValueOptions | None = None
+    """The coordinator is found by a shared value; `endpoint` is not used then."""
     role: str = "default"
     node_rank: int | None = None
     switches: tuple[str, ...] = ()
@@ -219,10 +220,15 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Lines to show before the start: abbreviations, flags without effect, nearest keys."""
 
     @property
+    def is_elected(self) -> bool:
+        """The agents elect the one that hosts the coordinator, by a storage that all of them reach."""
+        return self.etcd is not None or self.shared_value is not None
+
+    @property
     def meeting_point(self) -> str:
         """--rdzv-endpoint in words."""
-        if self.third_party is not None:
-            return self.third_party.endpoint or "(no endpoint)"
+        if self.shared_value is not None:
+            return self.shared_value.endpoint or "(no endpoint)"
         return ",".join(map(str, (self.endpoint, *self.more_endpoints)))
 
 

@@ -1,4 +1,4 @@
-"""The election that a job's options ask for: in etcd, or in the value of another package's store.
+"""The election that a job's options ask for: in etcd, or by a shared value.
 
 Knows which clients there are; elections.py knows what they offer.
 """
@@ -16,11 +16,11 @@ def election_for(options: RunOptions) -> Election | None:
     """The election. None: the agent that can bind the endpoint hosts the coordinator. Raises RendezvousConfigError."""
     if options.etcd is not None:
         return EtcdElection(options.etcd, options.job.run_id)
-    if options.third_party is not None:
-        from holdfast.rendezvous.third_party import ValueElection, load_third_party  # lazily: few jobs need it
+    if options.shared_value is not None:
+        from holdfast.rendezvous.third_party import ValueElection, load_backend  # lazily: few jobs need it
 
         name = options.job.backend
-        return ValueElection(name, load_third_party(name), options.third_party, options.job.run_id)
+        return ValueElection(name, load_backend(name), options.shared_value, options.job.run_id)
     return None
 
 

@@ -1,6 +1,6 @@
-"""Election of the coordinator by etcd or by a third party's shared value: records, interfaces and the choice of one.
+"""Election of the coordinator by etcd or by a shared value: records, interfaces and the choice of one.
 
-etcd.py implements the lease in etcd, third_party.py the lease in a third party's value. Both are needed: etcd counts a
+etcd.py implements the lease in etcd, third_party.py the lease in a shared value. Both are needed: etcd counts a
 lease from its last renewal and renews it without a write. A lease in a value starts to count when another node first
 reads it, so a silent host is replaced up to one lease later, and each renewal is a write, which etcd would keep in its
 history.

@@ -19,7 +19,8 @@ import msgspec
 
 from holdfast.protocol.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions
-from holdfast.rendezvous.conf import Conf, default_port, parse_endpoint, read_conf
+from holdfast.rendezvous.backends import default_port
+from holdfast.rendezvous.conf import Conf, parse_endpoint, read_conf
 from holdfast.rendezvous.elections import Api, Leader, Memory, Record, read_record
 from holdfast.rendezvous.etcd_servers import Store
 

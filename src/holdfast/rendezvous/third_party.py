@@ -1,4 +1,4 @@
-"""Rendezvous backends of other packages: their interface, and the election by the value that they offer.
+"""Rendezvous backends with a shared value, as packages offer them: their interface, and the election by the value.
 
 A backend offers one small value that all nodes of a job can read and replace:
 
@@ -22,23 +22,22 @@ clock of another machine and no time-out of the storage is trusted.
 
 from __future__ import annotations
 
+import importlib.metadata
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.protocol.errors import BackendError, BackendUnreachableError, HoldfastError, RendezvousConfigError
-from holdfast.protocol.options import ThirdPartyOptions
-from holdfast.rendezvous.conf import KEYS, THIRD_PARTY, Conf, installed_backends, parse_endpoint, read_conf
+from holdfast.protocol.options import SharedValueOptions
+from holdfast.rendezvous.backends import BACKENDS, BY_VALUE, GROUP, installed_backends, is_built_in
+from holdfast.rendezvous.conf import Conf, parse_endpoint, read_conf
 from holdfast.rendezvous.elections import Api, Leader, Memory, address_of_default_route, read_record
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 LEASE_TTL_S = 5
 """Default of `lease_ttl`."""
@@ -104,8 +103,8 @@ class Backend(ABC):
         """
 
 
-def load_third_party(name: str) -> Backend:
-    """The backend that an installed package offers under this name.
+def load_backend(name: str) -> Backend:
+    """The backend of this name, which is built in or offered by an installed package.
 
     Raises RendezvousConfigError, naming the package, if there is none, if two packages use the name, or if the entry
     point cannot be loaded or is not a Backend.
@@ -128,7 +127,9 @@ def load_third_party(name: str) -> Backend:
     return made
 
 
-def _entry_point(name: str) -> EntryPoint:
+def _entry_point(name: str) -> importlib.metadata.EntryPoint:
+    if is_built_in(name):
+        return importlib.metadata.EntryPoint(name, BACKENDS[name].shared_value, GROUP)
     offers = {entry.value: entry for entry in installed_backends() if entry.name == name}
     if not offers:
         raise RendezvousConfigError(f"--rdzv-backend {name!r}: no installed package offers it")
@@ -138,7 +139,7 @@ def _entry_point(name: str) -> EntryPoint:
     return next(iter(offers.values()))
 
 
-def _offer(entry: EntryPoint) -> str:
+def _offer(entry: importlib.metadata.EntryPoint) -> str:
     package = f" of {entry.dist.name}" if entry.dist is not None else ""
     return f"{entry.value}{package}"
 
@@ -326,9 +327,9 @@ def _clock_s() -> float:
 
 
 class ValueElection:
-    """The election by a third party's value; implements Election."""
+    """The election by a shared value; implements Election."""
 
-    def __init__(self, name: str, backend: Backend, options: ThirdPartyOptions, run_id: str) -> None:
+    def __init__(self, name: str, backend: Backend, options: SharedValueOptions, run_id: str) -> None:
         self._name = name
         self._backend = backend
         self._place = Place(options.endpoint, run_id, options.conf)
@@ -358,18 +359,18 @@ def open_value(name: str, backend: Backend, place: Place) -> SharedValue:
     return value
 
 
-def read_third_party(name: str, backend: Backend, endpoint: str, run_id: str, conf: Conf) -> ThirdPartyOptions:
+def read_shared_value(name: str, backend: Backend, endpoint: str, run_id: str, conf: Conf) -> SharedValueOptions:
     """The options of an election by this backend, after the backend has checked them.
 
     Raises RendezvousConfigError, EndpointError or BackendError.
     """
-    taken = sorted(KEYS[THIRD_PARTY].keys() & set(backend.conf_keys))
+    taken = sorted(BY_VALUE.keys.keys() & set(backend.conf_keys))
     if taken:
         raise RendezvousConfigError(
             f"--rdzv-backend {name}: its conf_keys {', '.join(taken)} are reserved for holdfast"
         )
     own = {key: value for key, value in conf.items() if key in backend.conf_keys}
-    lease_ttl_s = read_conf(THIRD_PARTY, conf).get("lease_ttl", LEASE_TTL_S)
+    lease_ttl_s = read_conf(name, conf).get("lease_ttl", LEASE_TTL_S)
     assert isinstance(lease_ttl_s, int)
     open_value(name, backend, Place(endpoint, run_id, own)).close()
-    return ThirdPartyOptions(endpoint=endpoint, conf=own, lease_ttl_s=lease_ttl_s)
+    return SharedValueOptions(endpoint=endpoint, conf=own, lease_ttl_s=lease_ttl_s)

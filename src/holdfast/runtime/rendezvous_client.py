@@ -114,7 +114,7 @@ class RendezvousClient:
 
     async def _connect(self, node: NodeSpec) -> CoordinatorLink:
         options = self._options
-        if options.etcd is not None or options.third_party is not None:
+        if options.is_elected:
             return await self._connect_by_election(node)
         if options.succession:
             return await self._connect_to_successor(node)

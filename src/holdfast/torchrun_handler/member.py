@@ -46,7 +46,8 @@ from holdfast.protocol.messages import Assign, FromCoordinator, Start, Stop
 from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
-from holdfast.rendezvous.conf import default_port, limits_from_conf, parse_endpoint, read_is_host, unknown_key_notices
+from holdfast.rendezvous.backends import default_port
+from holdfast.rendezvous.conf import limits_from_conf, parse_endpoint, read_is_host, unknown_key_notices
 from holdfast.runtime.coordinator_service import CoordinatorLink
 from holdfast.runtime.driver import Driver, Troubles, fault_of
 from holdfast.runtime.rendezvous_client import RendezvousClient
