@@ -44,7 +44,7 @@ from benchmarks.rows.survive import (
 
 SCRIPT = "survive_sharded_steps.py"
 COST = "survive_sharded_cost.py"
-START_S = 5.0
+START_S = 20.0
 JOBS = 10
 MEMORY_EVERY = 20
 """Steps from one state in memory to the next, in the script."""
