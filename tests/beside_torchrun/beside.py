@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.beside_torchrun.installed import skip_what_it_lacks
 from tests.beside_torchrun.recording import SCRIPTS, Book, Mode, Probe, fingerprint, record, replay
 from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.limits import limit_s
@@ -121,6 +122,7 @@ class Launchers:
 
     def torchrun(self, line: Line, terminal: str | None = None) -> Job:
         """`terminal` takes the place of all three standard streams."""
+        skip_what_it_lacks(self._mode, line.argv, line.env)
         side = self._side("torchrun")
         number = self._torchruns
         self._torchruns += 1

@@ -38,6 +38,12 @@ INTENDED = {
 ADDRESS = re.compile(r" at 0x[0-9a-f]+|(?<=/dev/pts/)\d+")
 BY_NATURE = ("env MASTER_PORT", "env PROBE_DIR", "env PET_LOG_DIR", "env TORCHINDUCTOR_CACHE_DIR")
 """The last one is left in torchrun's own environment when it happens to load torch's compiler."""
+OF_AN_OLDER_TORCHRUN = {
+    ("env TORCHELASTIC_SIGNALS_TO_HANDLE", None),
+    ("env TORCHELASTIC_RUN_ID", "none"),  # it draws none where there is nobody to meet
+    ("env TORCHELASTIC_USE_AGENT_STORE", "True"),  # also with TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+}
+"""Facts of torchrun's side that are right there and not in the torchrun whose contract holdfast keeps."""
 FAULTHANDLER = 0x4E8 | 1 << (LOOK_SIGNAL - 1) | 1 << (LOOK_MAIN_SIGNAL - 1) | 1 << (PROFILE_SIGNAL - 1)
 FAULTHANDLER |= 1 << (HANDLED_SIGNAL - 1)
 """SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL and the signals that ask for stacks, exceptions and profiles in SigCgt: all
@@ -57,6 +63,7 @@ def differences(theirs: Side, ours: Side, intended: Mapping[str, str] = INTENDED
         for rank in left
         for name, a, b in facts(left[rank], right[rank])
         if a != b and name not in intended and name not in BY_NATURE
+        if (name, a) not in OF_AN_OLDER_TORCHRUN
     ]
 
 

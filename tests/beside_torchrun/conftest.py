@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.beside_torchrun.beside import Launchers
+from tests.beside_torchrun.installed import alone_at_the_default_port
 from tests.beside_torchrun.recording import TORCH, Book, Mode
 from tests.processes.agent_server import AgentServer
 
@@ -59,15 +60,22 @@ def launchers(
     torchrun_server: AgentServer | None,
     agent_server: AgentServer,
     tmp_path: Path,
-) -> Launchers:
-    return Launchers(torchrun_mode, torchrun_book, request.node.name, tmp_path, torchrun_server, agent_server)
+    own_home: Path,
+) -> Iterator[Launchers]:
+    with alone_at_the_default_port(torchrun_mode, own_home.parent.parent):
+        yield Launchers(torchrun_mode, torchrun_book, request.node.name, tmp_path, torchrun_server, agent_server)
 
 
 @pytest.fixture
 def live_launchers(
-    request: pytest.FixtureRequest, live_torchrun: AgentServer, agent_server: AgentServer, tmp_path: Path
-) -> Launchers:
+    request: pytest.FixtureRequest,
+    live_torchrun: AgentServer,
+    agent_server: AgentServer,
+    tmp_path: Path,
+    own_home: Path,
+) -> Iterator[Launchers]:
     """torchrun runs, whatever the mode, and has to do what is recorded of the installed version."""
     torch = pytest.importorskip("torch")
     book = Book.read(torch.__version__.partition("+")[0], request.path.stem)
-    return Launchers(Mode.LIVE, book, request.node.name, tmp_path, live_torchrun, agent_server)
+    with alone_at_the_default_port(Mode.LIVE, own_home.parent.parent):
+        yield Launchers(Mode.LIVE, book, request.node.name, tmp_path, live_torchrun, agent_server)

@@ -18,6 +18,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.protocol.errors import CallerError, UsageError
 from tests.beside_torchrun.beside import Launchers, Line, Side
+from tests.beside_torchrun.installed import skip_what_it_lacks
 from tests.beside_torchrun.recording import Book, Mode
 from tests.support.tables import tables
 
@@ -27,7 +28,11 @@ OWN = {option.dest for option in OPTIONS if option.ours}
 """Options of ours that torchrun does not have (argparse keeps no value of --help)."""
 
 NEWER = {option.dest for option in OPTIONS if option.newer}
-"""Options that not every torchrun has with which we compare."""
+"""Options that torchrun has only since 2.14."""
+TORCHRUNS = {option.dest for option in OPTIONS if not option.ours}
+"""Options of torchrun. Not every torchrun with which we compare has all of them."""
+DEFAULTS = vars(parse(["train.py"], {}, OPTIONS).values)
+"""The values of a line without options."""
 
 LINES = TABLES["lines"]
 
@@ -47,11 +52,12 @@ class Parser:
 
     def run(self, argv: list[str]) -> dict[str, object] | None:
         """The values of a line of torchrun; None when it refuses it."""
-        return self._values("run", argv)
+        skip_what_it_lacks(self.mode, argv, os.environ)
+        return self.values("run", argv)
 
     def launch(self, argv: list[str]) -> dict[str, object] | None:
         """The values of a line of torch.distributed.launch."""
-        return self._values("launch", argv)
+        return self.values("launch", argv)
 
     def ours(self, argv: list[str]) -> dict[str, object] | None:
         """What we make of the line: the values that torchrun has too. None: refused."""
@@ -59,12 +65,22 @@ class Parser:
             parsed = parse(argv, os.environ, OPTIONS)
         except CallerError:
             return None
-        without = OWN | self.missing()
-        return {name: value for name, value in vars(parsed.values).items() if name not in without}
+        return self.as_torchruns("run", vars(parsed.values))
+
+    def as_torchruns(self, program: str, values: dict[str, object]) -> dict[str, object]:
+        """Our values as this torchrun has them: without the options that it lacks, and with its own defaults. An older
+        one has another default for --master-port."""
+        without, defaults = OWN | self.missing(), self._defaults(program)
+        given = {name: value for name, value in values.items() if name not in without}
+        return {name: defaults[name] if value == DEFAULTS.get(name) else value for name, value in given.items()}
 
     def missing(self) -> set[str]:
         """The options that only a later torchrun has."""
-        return NEWER - set(self.options())
+        return TORCHRUNS - set(self.options())
+
+    def _defaults(self, program: str) -> dict[str, object]:
+        found: dict[str, object] = self._kept(f"{program}, defaults", lambda: default_values(program))
+        return found
 
     def options(self) -> dict[str, dict[str, list[str]]]:
         """Spellings and choices of each option of torchrun, by the name of its value."""
@@ -79,9 +95,10 @@ class Parser:
 
         return dict(self._kept("options", live))
 
-    def _values(self, program: str, argv: list[str]) -> dict[str, object] | None:
+    def values(self, program: str, argv: list[str]) -> dict[str, object] | None:
+        """Those of a line, also with options that the installed torchrun lacks; None: it is refused."""
         pets = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
-        defaults = self._kept(f"{program}, defaults", lambda: default_values(program))
+        defaults = self._defaults(program)
         changed = self._kept(shlex.join([*pets, program, *argv]), lambda: changes(live_values(program, argv), defaults))
         return None if changed is None else {**defaults, **changed}
 
@@ -152,13 +169,18 @@ def test_variables_mean_what_they_mean_to_torchrun(
 def test_every_prefix_that_torchrun_takes_is_taken_for_the_same_option(torchrun: Parser) -> None:
     spellings = [name for option in torchrun.options().values() for name in option["spellings"]]
     prefixes = {name[:length] for name in spellings if name.startswith("--") for length in range(3, len(name) + 1)}
-    assert len(prefixes) > 300
-    newer = {spelling for option in OPTIONS if option.newer for spelling in option.spellings}
+    assert len(prefixes) > 250
+    newer = {name for option in OPTIONS if option.newer for name in option.spellings}
+    missing = torchrun.missing()
+    later = {name for option in OPTIONS if option.dest in missing - NEWER for name in option.spellings}
     for prefix in sorted(prefixes - {"--h", "--he", "--hel", "--help"}):
         for argv in ([prefix, "train.py"], [prefix, "1", "train.py"], [prefix + "=1", "train.py"]):
-            if any(name.startswith(prefix) for name in newer) and torchrun.run(argv) is None:
+            theirs = torchrun.values("run", argv)
+            if any(name.startswith(prefix) for name in newer) and theirs is None:
                 continue  # ambiguous since that torchrun: here it still means what it meant before
-            assert torchrun.ours(argv) == torchrun.run(argv), argv
+            if any(name.startswith(prefix) for name in later):
+                continue  # ambiguous with an option that this torchrun does not have yet
+            assert torchrun.ours(argv) == theirs, argv
 
 
 def test_what_follows_the_script_is_never_judged(torchrun: Parser) -> None:
@@ -172,9 +194,7 @@ def test_what_follows_the_script_is_never_judged(torchrun: Parser) -> None:
 def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
     for argv in (["x.py"], ["--use-env", "x.py"], ["--use_env", "-m", "x"], ["x.py", "--use-env"]):
         got = vars(parse(argv, {}, LAUNCH_OPTIONS).values)
-        assert {name: value for name, value in got.items() if name not in OWN | torchrun.missing()} == torchrun.launch(
-            argv
-        )
+        assert torchrun.as_torchruns("launch", got) == torchrun.launch(argv)
 
 
 def test_the_options_that_are_not_ours_are_torchruns(torchrun: Parser) -> None:
@@ -225,9 +245,10 @@ def test_a_bad_line(
 ) -> None:
     state = tmp_path / "state"
     bad = Line(shlex.split(line), {"XDG_STATE_HOME": str(state), "TMPDIR": str(tmp_path), **env})
+    other = launchers.torchrun(bad) if compared == SAME else None
     job = launchers.holdfast(bad)
-    if compared == SAME:
-        theirs = launchers.torchrun(bad).finish()
+    if other is not None:
+        theirs = other.finish()
         assert theirs.code in (1, 2), theirs
         assert theirs.probes() == {}
     ours = job.finish()
