@@ -32,6 +32,7 @@ Knows the tracked objects and Snapshots. Knows nothing of nodes and agents.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -136,6 +137,10 @@ class Remaker:
         """Whether it was said that the ranks do not agree on steps."""
         self._checked = False
         """Whether the function was checked."""
+        self._first: dict[str, tuple[Callable[[], Any], Any]] = {}
+        """Tracked objects that are no modules, and their states before the first call gave them any: one that was made
+        before the function has seen steps when a call finds no state and begins at step 0. Those that were made in the
+        function must end with it, so they are not held."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -306,6 +311,18 @@ class Remaker:
         if not self._checked:
             self._checked = True
             check_function(self._function, tracker)
+            self._first = {
+                name: (_reference(each), copy.deepcopy(each.state_dict()))
+                for name, each in tracker.others.items()
+                if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+            }
+
+    def begin_anew(self, tracker: Tracker) -> None:
+        """No state was found: give tracked objects that were made before the function the states that they had then."""
+        for name, (older, first) in self._first.items():
+            present = tracker.others.get(name)
+            if present is not None and present is older():
+                present.load_state_dict(copy.deepcopy(first))
 
     def resumed(self, steps_lost: int) -> None:
         """Everything that is tracked has its state. `steps_lost`: steps that are done again."""
@@ -442,6 +459,13 @@ def _refusal(what: str, function: Callable[..., Any]) -> MadeBeforeError:
         f"ht.survive: {what} was made before {name}, and ends with the ranks that it was made for: make it in {name}, "
         "with its optimizer, and call snaps.track() and snaps.resume() there"
     )
+
+
+def _reference(each: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(each)
+    except TypeError:  # its class has slots: no optimizer or schedule, which would keep a model alive
+        return lambda: each
 
 
 def _modules_and_data() -> dict[int, weakref.ref[Any]]:

@@ -512,6 +512,8 @@ class Snapshots:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        if self._new_world is not None and resumed is None:
+            remaker.begin_anew(self._tracker)
         self._new_world, self._before = None, _Before()
         remaker.resumed(lost)
         # From now on there is a state of all that is tracked, also of what is older, and it is whole on each node.
