@@ -176,6 +176,29 @@ def test_from_the_disk_if_the_memory_of_a_lost_rank_is_lost_too(jobs: WarmJobs, 
     same_training(ends, reference)
 
 
+def test_without_any_state_an_object_from_before_the_function_begins_anew_too(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Of the lost rank nothing is left in memory, and nothing is on the disk."""
+    case = {"memory": 2, "steps": 6, "epochs": 1}
+    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
+    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
+        agent.ended([1])
+        agent.release([0, 2])
+        agent.await_said([0, 2], "gate", generation=2)
+        for path in agent.memory.path.glob("1.[0-2]"):
+            path.unlink()
+        ready(agent, 1)
+        agent.release([1])
+        agent.await_said([1], "gate", generation=2)
+        agent.go([0, 1, 2])
+        ends = finished(agent, tmp_path / "lost")
+    for each in ends:
+        assert each["calls"][-1][3:5] == [0, ""]
+    same_training(ends, reference)
+
+
 def test_nobody_waits_for_the_part_of_a_rank_that_was_lost_in_a_save_to_the_disk(
     jobs: WarmJobs,  # noqa: F811
     tmp_path: Path,
