@@ -156,6 +156,16 @@ def test_a_loss_before_the_first_state_in_memory_begins_alike(
     same_training(with_replacements(jobs, tmp_path / "lost", SCRIPT, losses, **case).ends, reference)
 
 
+def replace_without_memory(agent: Any) -> None:
+    """A replacement of rank 1 comes, and all go on. Nothing of the lost rank is left in memory."""
+    for path in agent.memory.path.glob("1.[0-2]"):
+        path.unlink()
+    ready(agent, 1)
+    agent.release([1])
+    agent.await_said([1], "gate", generation=2)
+    agent.go([0, 1, 2])
+
+
 def test_from_the_disk_if_the_memory_of_a_lost_rank_is_lost_too(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
     case = {"disk": 2, "memory": 100, "steps": 6, "epochs": 1}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
@@ -164,35 +174,28 @@ def test_from_the_disk_if_the_memory_of_a_lost_rank_is_lost_too(jobs: WarmJobs, 
         agent.release([0, 2])
         agent.await_said([0, 2], "gate", generation=2)
         until(lambda: [*(tmp_path / "lost/runs").glob("step_000000004.*")], "the newest save is complete")
-        for path in agent.memory.path.glob("1.[0-2]"):
-            path.unlink()
-        ready(agent, 1)
-        agent.release([1])
-        agent.await_said([1], "gate", generation=2)
-        agent.go([0, 1, 2])
+        replace_without_memory(agent)
         ends = finished(agent, tmp_path / "lost")
     for each in ends:
         assert each["calls"][-1][3:5] == [4, "disk"]
     same_training(ends, reference)
 
 
+@pytest.mark.parametrize("before", ["", "loader"])
 def test_without_any_state_an_object_from_before_the_function_begins_anew_too(
     jobs: WarmJobs,  # noqa: F811
     tmp_path: Path,
+    before: str,
 ) -> None:
-    """Of the lost rank nothing is left in memory, and nothing is on the disk."""
-    case = {"memory": 2, "steps": 6, "epochs": 1}
+    """Of the lost rank nothing is left in memory, and nothing is on the disk. `before`: what is made before, besides
+    an early stop."""
+    case = {"memory": 2, "steps": 6, "epochs": 1, **({"before": before} if before else {})}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
     with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
         agent.ended([1])
         agent.release([0, 2])
         agent.await_said([0, 2], "gate", generation=2)
-        for path in agent.memory.path.glob("1.[0-2]"):
-            path.unlink()
-        ready(agent, 1)
-        agent.release([1])
-        agent.await_said([1], "gate", generation=2)
-        agent.go([0, 1, 2])
+        replace_without_memory(agent)
         ends = finished(agent, tmp_path / "lost")
     for each in ends:
         assert each["calls"][-1][3:5] == [0, ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +24,7 @@ from holdfast.train.carrying import PlainCall, PlainCallReason, check_function, 
 from holdfast.train.group import GroupConnection, ProcessGroup
 from holdfast.train.guards import GuardWarning
 from holdfast.train.kept import SMALL_BYTES, KeptState
-from holdfast.train.own_objects import OwnObjects, is_data
+from holdfast.train.own_objects import FirstStates, OwnObjects, is_data
 from holdfast.train.pending import CALLS_MAX, PendingGradients, WherePending
 from holdfast.train.random_numbers import equal_parts, random_state, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
@@ -523,6 +524,37 @@ class Schedules:
 )
 def test_what_is_data(each: Any, data: bool) -> None:
     assert is_data(each) == data
+
+
+def test_first_states_ask_no_loader_of_another_library_and_hold_nothing() -> None:
+    """torchdata's begins to read when it is asked for its state, and the function has not set the order yet."""
+
+    class Counter:
+        count = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    class Loader(Counter):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+        def state_dict(self) -> dict[str, int]:
+            raise AssertionError("it begins to read")
+
+    kept, made_again, loader = Counter(), Counter(), Loader()
+    first = FirstStates({"kept": kept, "made again": made_again, "loader": loader})
+    kept.count = loader.count = 5
+    gone = weakref.ref(made_again)
+    del made_again
+    assert gone() is None
+    fresh = Counter()
+    fresh.count = 7
+    first.give_back({"kept": kept, "made again": fresh, "loader": loader})
+    assert (kept.count, fresh.count, loader.count) == (0, 7, 5)
 
 
 def test_a_wrapper_of_an_optimizer_that_is_tracked_is_enough(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from holdfast.protocol.train_contract import SURVIVE_VARIABLE, Survive
 from holdfast.train import torch_private
 from holdfast.train.group import ProcessGroup
 from holdfast.train.guards import GuardWarning, enabled
-from holdfast.train.own_objects import is_data, unknown_objects
+from holdfast.train.own_objects import is_data, unknown_data
 from holdfast.train.state import Tracker
 
 
@@ -107,7 +107,7 @@ def why_data_stay(tracker: Tracker) -> str:
 
 
 def _data_that_stay(tracker: Tracker) -> str:
-    data = [f"{name}: {type(each).__name__}" for name, each in unknown_objects(tracker.others).items() if is_data(each)]
+    data = [f"{name}: {type(each).__name__}" for name, each in unknown_data(tracker.others).items()]
     if not data or surviving_mode() is Survive.WAIT:
         return ""
     return f"{', '.join(data)}; --survive wait can carry it, and so can a method regroup(rank, world)"

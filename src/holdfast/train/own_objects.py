@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import hashlib
 import os
 import struct
+import weakref
 import zlib
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -69,6 +71,40 @@ def unknown_objects(others: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def unknown_data(others: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of them that hand out data."""
+    return {name: each for name, each in unknown_objects(others).items() if is_data(each)}
+
+
+class FirstStates:
+    """The states of tracked objects before anything was trained, for those that a second start at step 0 finds again.
+
+    An object that is made again is not held: a schedule or a wrapped optimizer would keep the model before it alive."""
+
+    def __init__(self, others: Mapping[str, Any]) -> None:
+        # Data of other libraries are not asked, as in `OwnObjects.mark`: torchdata's loader begins to read then.
+        data = unknown_data(others)
+        self._kept = {
+            name: (_reference(each), copy.deepcopy(each.state_dict()))
+            for name, each in others.items()
+            if name not in data
+        }
+
+    def give_back(self, others: Mapping[str, Any]) -> None:
+        """Give those objects that are still there the states that they had."""
+        for name, (reference, state) in self._kept.items():
+            present = others.get(name)
+            if present is not None and present is reference():
+                present.load_state_dict(copy.deepcopy(state))
+
+
+def _reference(each: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(each)
+    except TypeError:  # its class has slots: no schedule or optimizer of torch
+        return lambda: each
+
+
 class OwnObjects:
     """The objects of one rank, and their states after its newest step."""
 
@@ -88,7 +124,7 @@ class OwnObjects:
         self._record = _StateRecord.at(place) if self.any else None
         self._large: set[str] = set()
         """Objects whose states are too large to be written down after each step."""
-        self._data = [name for name, each in self._objects.items() if is_data(each)]
+        self._data = list(unknown_data(others))
         self._given = {name: state for name, state in (loaded or {}).items() if name in self._data}
         """States that data were given, if nothing was read since, by name."""
 

@@ -32,7 +32,6 @@ Knows the tracked objects and Snapshots. Knows nothing of nodes and agents.
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import json
 import os
@@ -62,6 +61,7 @@ from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
 from holdfast.train.generation_calls import FunctionsCalled, GenerationCalls, RegroupReport, Released
 from holdfast.train.group import ProcessGroup, store_ahead
+from holdfast.train.own_objects import FirstStates
 from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
 from holdfast.train.replica_state import ReplicaState, replica_state
@@ -137,10 +137,8 @@ class Remaker:
         """Whether it was said that the ranks do not agree on steps."""
         self._checked = False
         """Whether the function was checked."""
-        self._first: dict[str, tuple[Callable[[], Any], Any]] = {}
-        """Tracked objects that are no modules, and their states before the first call gave them any: one that was made
-        before the function has seen steps when a call finds no state and begins at step 0. Those that were made in the
-        function must end with it, so they are not held."""
+        self._first_states = FirstStates({})
+        """Those of the tracked objects before the first call gave them any."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -311,18 +309,11 @@ class Remaker:
         if not self._checked:
             self._checked = True
             check_function(self._function, tracker)
-            self._first = {
-                name: (_reference(each), copy.deepcopy(each.state_dict()))
-                for name, each in tracker.others.items()
-                if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
-            }
+            self._first_states = FirstStates(tracker.others)
 
     def begin_anew(self, tracker: Tracker) -> None:
-        """No state was found: give tracked objects that were made before the function the states that they had then."""
-        for name, (older, first) in self._first.items():
-            present = tracker.others.get(name)
-            if present is not None and present is older():
-                present.load_state_dict(copy.deepcopy(first))
+        """A call found no state and begins at step 0: objects that were made before the function have seen steps."""
+        self._first_states.give_back(tracker.others)
 
     def resumed(self, steps_lost: int) -> None:
         """Everything that is tracked has its state. `steps_lost`: steps that are done again."""
@@ -459,13 +450,6 @@ def _refusal(what: str, function: Callable[..., Any]) -> MadeBeforeError:
         f"ht.survive: {what} was made before {name}, and ends with the ranks that it was made for: make it in {name}, "
         "with its optimizer, and call snaps.track() and snaps.resume() there"
     )
-
-
-def _reference(each: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(each)
-    except TypeError:  # its class has slots: no optimizer or schedule, which would keep a model alive
-        return lambda: each
 
 
 def _modules_and_data() -> dict[int, weakref.ref[Any]]:
