@@ -25,6 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -63,6 +64,17 @@ class Go(NamedTuple):
     environment: dict[str, str]
 
 
+class MainThread(Enum):
+    """What the main thread does, which says how a loss frees it."""
+
+    AT_GATE = "at the gate"
+    """It waits at the gate, or is to be left alone."""
+    ENTERS = "enters"
+    """It is on its way into the next generation: what it waits for is cut again and again."""
+    TRAINS = "trains"
+    """Its collective operations are cut once, and it is interrupted if that does not bring it to the gate."""
+
+
 class ChannelLostError(RuntimeError):
     """The agent is gone, and will end this process."""
 
@@ -84,10 +96,7 @@ class AgentChannel:
         """The newest "go", until `await_go` takes it; a later release withdraws it."""
         self._lost = False
         """Whether the agent is gone."""
-        self._arrived = True
-        """Whether the main thread waits at the gate, or is to be left alone: before `train` and after `arrive`."""
-        self._enters = False
-        """Whether it is on its way into the next generation: between `await_go` and `train` or `arrive`."""
+        self._main = MainThread.AT_GATE
         self._cut: Callable[[], object] = lambda: None
         self._may_interrupt: Callable[[], bool] = lambda: False
         self._exception: type[BaseException] | None = None
@@ -138,12 +147,12 @@ class AgentChannel:
             self._handler_before = signal.signal(INTERRUPT_SIGNAL, self._on_interrupt) or signal.SIG_DFL
         with self.uninterrupted:
             self._cut, self._may_interrupt, self._exception = cut, may_interrupt, exception
-            self._arrived = self._enters = False
+            self._main = MainThread.TRAINS
 
     def arrive(self) -> None:
         """End the watch: the main thread does not train any more. No interruption follows."""
         with self.uninterrupted:
-            self._arrived, self._enters = True, False
+            self._main = MainThread.AT_GATE
             self._changed.notify_all()
 
     def say(self, what: str, **fields: object) -> None:
@@ -175,7 +184,7 @@ class AgentChannel:
             go = self.look_ahead()
             self._go = self.released = None
             if cut is not None:  # at once: a release that comes after this must find it
-                self._cut, self._arrived, self._enters = cut, False, True
+                self._cut, self._main = cut, MainThread.ENTERS
             return go
 
     def look_ahead(self) -> Go:
@@ -247,7 +256,7 @@ class AgentChannel:
         # The lock is held until the old group is cut: otherwise the main thread might join a new one before, and lose
         # that one.
         with self._changed:
-            if self._arrived or self.released is not release:
+            if not self._is_due(release):
                 return
             self._cut()
 
@@ -255,10 +264,10 @@ class AgentChannel:
         while True:
             with self._changed:
                 left_s = deadline_s - time.monotonic()
-                if self._arrived or self._lost or self.released is not release:
+                if self._lost or not self._is_due(release):
                     return
-                if self._enters:
-                    self._cut()
+                if self._main is MainThread.ENTERS:
+                    self._cut()  # it may have opened another connection since
                     self._changed.wait(INTERRUPT_AGAIN_S)
                     continue
                 if self._handler_before is None:
@@ -267,9 +276,13 @@ class AgentChannel:
                     _thread.interrupt_main(INTERRUPT_SIGNAL)  # type: ignore[arg-type] # runs the handler: no signal is sent
                 self._changed.wait(max(left_s, INTERRUPT_AGAIN_S))
 
+    def _is_due(self, release: Release) -> bool:
+        """Whether this order is the newest one, and the main thread has not come to the gate."""
+        return self._main is not MainThread.AT_GATE and self.released is release
+
     def _on_interrupt(self, _: int, frame: FrameType | None) -> None:
         """The signal handler. It runs in the main thread, between two instructions of this frame."""
-        due = self.released is not None and self.released.cut and not (self._arrived or self._enters)
+        due = self.released is not None and self.released.cut and self._main is MainThread.TRAINS
         if due and self._exception is not None and self._may_interrupt() and _calls_a_module(frame):
             raise self._exception
 
