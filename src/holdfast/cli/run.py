@@ -267,8 +267,7 @@ def fork_those_ahead(extensions: Sequence[Registered], options: RunOptions) -> d
         return {}
     from holdfast.runtime.ahead import fork_ahead
 
-    forked = {name: fork_ahead(work) for name, work in works.items()}
-    return {name: child for name, child in forked.items() if child is not None}
+    return {name: child for name, work in works.items() if (child := fork_ahead(work)) is not None}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable
 from typing import NoReturn
 
-from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
+from holdfast.supervisor.processes import PR_SET_PDEATHSIG, close_all_but, prctl
 
 RESULT_FD = 3
 """The descriptor of the result, in the child."""
@@ -47,7 +47,7 @@ class Ahead:
 
 
 def fork_ahead(work: Callable[[], bytes]) -> Ahead | None:
-    """Fork a child that does this. None: no process can be started here.
+    """Fork a child that does this. None: no process can be started here, or its end would not be noticed.
 
     Call it while there are no other threads. The child ends with this process.
     """
@@ -64,7 +64,13 @@ def fork_ahead(work: Callable[[], bytes]) -> Ahead | None:
         return None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return Ahead(pid, os.pidfd_open(pid), result_fd)
+    try:
+        return Ahead(pid, os.pidfd_open(pid), result_fd)
+    except OSError:  # a kernel without pidfd, or no descriptor is left
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(result_fd)
+        return None
 
 
 def _work(work: Callable[[], bytes], result_fd: int, agent: int) -> NoReturn:
@@ -81,14 +87,10 @@ def _work(work: Callable[[], bytes], result_fd: int, agent: int) -> NoReturn:
 
 
 def _keep_only(result_fd: int) -> None:
-    """Close all descriptors but this one: the other end of each sees that this process or its supervisor has ended."""
+    """Close all others. A copy of the agent's end of a socket or a pipe would hide from the other end that the agent
+    has ended."""
     os.dup2(result_fd, RESULT_FD, inheritable=False)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > RESULT_FD:
-            try:
-                os.close(int(name))
-            except OSError:
-                continue  # that of the listing
+    close_all_but(RESULT_FD)

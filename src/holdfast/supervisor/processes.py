@@ -43,6 +43,14 @@ def prctl(option: int, argument: int | bytes) -> None:
         raise _errno_error()
 
 
+def close_all_but(needed: int) -> None:
+    """Close every descriptor of this process but the standard ones and this one."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != needed:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
 def set_command_line(text: bytes) -> None:
     """Write this text over the command line of this process, which a forked process has from its parent.
 

@@ -191,7 +191,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
         processes.become_subreaper()
 
         # A copy of the agent's descriptors would keep its files open, and its sockets connected, after its end.
-        _close_all_but(sock.fileno())
+        processes.close_all_but(sock.fileno())
         raise_limit()
         forget_secrets()
 
@@ -212,14 +212,6 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
         status = os.EX_SOFTWARE
     finally:
         os._exit(status)
-
-
-def _close_all_but(needed: int) -> None:
-    """Close every descriptor of this process but the standard ones and this one."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != needed:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
 
 
 class Supervisor:
