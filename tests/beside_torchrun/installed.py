@@ -20,6 +20,8 @@ from holdfast.cli.option_table import OPTIONS
 from holdfast.protocol.errors import CallerError
 from tests.beside_torchrun.recording import Mode
 
+TORCHRUNS = frozenset(option.dest for option in OPTIONS if not option.ours)
+"""Options of torchrun, by the names of their values. Not every torchrun with which we compare has all of them."""
 MASTER_PORT = "29500"
 """The port of static jobs that name none, with a torchrun that has a default: two of them cannot run at once."""
 
@@ -36,7 +38,7 @@ def actions() -> Mapping[str, object]:
 
 def lacking() -> frozenset[str]:
     """The options, by the names of their values, that torchrun has and the installed one has not."""
-    return frozenset(option.dest for option in OPTIONS if not option.ours) - actions().keys()
+    return TORCHRUNS - actions().keys()
 
 
 def skip_what_it_lacks(mode: Mode, argv: Sequence[str], environ: Mapping[str, str]) -> None:

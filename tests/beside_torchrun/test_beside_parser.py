@@ -18,7 +18,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.protocol.errors import CallerError, UsageError
 from tests.beside_torchrun.beside import Launchers, Line, Side
-from tests.beside_torchrun.installed import skip_what_it_lacks
+from tests.beside_torchrun.installed import TORCHRUNS, skip_what_it_lacks
 from tests.beside_torchrun.recording import Book, Mode
 from tests.support.tables import tables
 
@@ -29,8 +29,6 @@ OWN = {option.dest for option in OPTIONS if option.ours}
 
 NEWER = {option.dest for option in OPTIONS if option.newer}
 """Options that torchrun has only since 2.14."""
-TORCHRUNS = {option.dest for option in OPTIONS if not option.ours}
-"""Options of torchrun. Not every torchrun with which we compare has all of them."""
 DEFAULTS = vars(parse(["train.py"], {}, OPTIONS).values)
 """The values of a line without options."""
 

@@ -179,11 +179,11 @@ class Regrouping:
         return ""
 
     def _all_come(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether all workers at these places leave this generation if they are told to. They are able to; or they are
-        still on their way into it, from the gate of the one before, and come back (scenario `survive_second_loss`)."""
+        """Whether all workers at these places leave this generation when the order comes. Either they report that they
+        can, or they are still entering it, and turn back (scenario `survive_second_loss`)."""
         able = world.able
         missing = [(name, each) for name, ranks in places.items() for each in set(ranks) - able.get(name, set())]
-        # Who was able in this generation, and is not any more, has left its training function.
+        # A worker that was able in this generation, and is not any more, has left its training function.
         return not missing or (self.settling and self._went_on.isdisjoint(missing))
 
     def _charge(self, now: float, world: World) -> str:
@@ -201,6 +201,7 @@ class Regrouping:
         pause = self.budget.charge(failures[0].signature, lived_s)
         if isinstance(pause, GiveUp):
             return pause.reason
+        # This loss was charged itself: no earlier charge covers it.
         incident.charged, incident.covered, self.replacements.not_before_s = True, False, now + pause.backoff_s
         return ""
 

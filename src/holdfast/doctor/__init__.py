@@ -1,6 +1,6 @@
 """The doctor checks what a job needs, before it runs.
 
-    findings.py                      findings and facts as plain data, and how findings are shown
+findings.py                      findings and facts as plain data, and how findings are shown
 facts.py ──► local.py            one node: gather facts, judge them
 machine_reader.py ──► gpu_rules.py, device_events.py
                                  its GPUs and network ports: read them, judge them; machine_state.py is what is read

@@ -490,8 +490,8 @@ class Agreement:
     same_ranks: bool
     """Whether every survivor has the rank that it had, in a world of the same size."""
     same_numbers: bool
-    """Whether each rank, lost ones included, had random numbers after the chosen step with which it can go on: not if
-    some rank was seeded anew since then, in a world that not all have come to."""
+    """Whether every rank, also a lost one, can go on with the random numbers that it had after the chosen step. It
+    cannot if a rank was given new ones since then, in a world that some ranks never entered."""
     objects: tuple[Digests, ...]
     """The digests of the survivors that have completed the chosen step."""
 

@@ -34,7 +34,7 @@ from holdfast.train.snapshots.read_back import ReadBacks
 from holdfast.train.snapshots.refusals import Refusals
 from holdfast.train.snapshots.saver_connection import Packet
 from holdfast.train.snapshots.slots import SlotOwner, Slots, lend
-from tests.support.breaking_disks import over_quota
+from tests.support.breaking_disks import BreakingDisk, over_quota
 from tests.support.limits import limit_s
 from tests.train.snapshots.saves import Memory, newest, put, save
 
@@ -138,15 +138,21 @@ def test_the_note_for_retention_has_its_room_before_the_disk_is_full(tmp_path: P
     )
 
 
+def refused_by(disk: BreakingDisk) -> tuple[list[SaveRequest], str]:
+    """Both ranks' requests, and why rank 1 could not write its part: the disk failed behind that of rank 0."""
+    number = begin(disk.path / "runs", 2)
+    ranks = [SaveRequest(str(disk.path / "runs"), 2, number, rank, 2) for rank in range(2)]
+    write_rank(ranks[0], bytes(4096))
+    disk.fails()
+    with pytest.raises(SnapshotWriteError, match=disk.reason) as failed:
+        write_rank(ranks[1], bytes(4096))
+    return ranks, str(failed.value)
+
+
 def test_rank_0_does_not_wait_where_a_quota_forbids_notes_and_renames(tmp_path: Path) -> None:
     """As that of a btrfs subvolume does."""
     with over_quota(tmp_path) as disk:
-        number = begin(disk.path / "runs", 2)
-        ranks = [SaveRequest(str(disk.path / "runs"), 2, number, rank, 2) for rank in range(2)]
-        write_rank(ranks[0], bytes(4096))
-        disk.fails()
-        with pytest.raises(SnapshotWriteError, match=disk.reason):
-            write_rank(ranks[1], bytes(4096))
+        ranks, _ = refused_by(disk)
         with pytest.raises(SnapshotWriteError, match=disk.reason):
             commit(ranks[0], patience=600)
 
@@ -154,14 +160,8 @@ def test_rank_0_does_not_wait_where_a_quota_forbids_notes_and_renames(tmp_path: 
 def test_a_refusal_that_a_quota_forbids_is_left_when_there_is_room_again(tmp_path: Path) -> None:
     """Rank 0 begins to wait when the quota is raised already: it sees nothing wrong with the disk."""
     with over_quota(tmp_path) as disk:
-        number = begin(disk.path / "runs", 2)
-        ranks = [SaveRequest(str(disk.path / "runs"), 2, number, rank, 2) for rank in range(2)]
-        write_rank(ranks[0], bytes(4096))
-        disk.fails()
-        with pytest.raises(SnapshotWriteError, match=disk.reason) as failed:
-            write_rank(ranks[1], bytes(4096))
-        refusals = Refusals()
-        refusals.insist(ranks[1], str(failed.value))
+        ranks, why = refused_by(disk)
+        Refusals().insist(ranks[1], why)
         assert ranks[0].attempt_path.exists()
         disk.recovers()
         with pytest.raises(SnapshotIncompleteError, match=rf"(?s)rank 1: .*{disk.reason}"):

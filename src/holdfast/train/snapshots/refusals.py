@@ -17,7 +17,7 @@ from holdfast.train.snapshots.changes import PATIENCE_S, SaveRequest, refuse
 from holdfast.train.snapshots.layout import record_file, refusal_file
 
 
-class _Untold(NamedTuple):
+class _Unreported(NamedTuple):
     request: SaveRequest
     why: str
     until_s: float
@@ -29,7 +29,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._untold: list[_Untold] = []
+        self._unreported: list[_Unreported] = []
         self._at_work = False
 
     def insist(self, request: SaveRequest, why: str) -> None:
@@ -37,7 +37,7 @@ class Refusals:
         if _is_known(request):
             return
         with self._lock:
-            self._untold.append(_Untold(request, why, time.monotonic() + PATIENCE_S))
+            self._unreported.append(_Unreported(request, why, time.monotonic() + PATIENCE_S))
             if not self._at_work:
                 self._at_work = True
                 threading.Thread(target=self._work, name="holdfast-refusals", daemon=True).start()
@@ -46,13 +46,13 @@ class Refusals:
         while True:
             time.sleep(disk.REFUSAL_TRY_S)
             with self._lock:
-                untold = list(self._untold)
-            for each in untold:
-                refuse(each.request, each.why)
-            over = [each for each in untold if _is_known(each.request) or time.monotonic() > each.until_s]
+                unreported = list(self._unreported)
+            for each in unreported:
+                refuse(each.request, each.why)  # it tries both ways again, and raises nothing
+            over = [each for each in unreported if _is_known(each.request) or time.monotonic() > each.until_s]
             with self._lock:
-                self._untold = [each for each in self._untold if each not in over]
-                if not self._untold:
+                self._unreported = [each for each in self._unreported if each not in over]
+                if not self._unreported:
                     self._at_work = False
                     return
 

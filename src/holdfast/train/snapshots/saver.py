@@ -307,8 +307,17 @@ class Saver:
         request = SaveRequest.from_json(field_of(packet, "request", dict))
         stage = str(packet.get("stage", ""))
         left = self._left.setdefault(worker.generation, threading.Event())
-        by = worker.local_rank, self._mappings, self._refusals
-        save = Save(fds.pop(), sequence, request, patience_s, *by, stage=stage, left=left)
+        save = Save(
+            fds.pop(),
+            sequence,
+            request,
+            patience_s,
+            worker.local_rank,
+            self._mappings,
+            self._refusals,
+            stage=stage,
+            left=left,
+        )
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
     def _copy(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
