@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -65,6 +66,20 @@ async def test_the_child_holds_no_descriptor_of_the_agent_and_no_ctrl_c_ends_it(
     os.close(reader)
     listing = RESULT_FD + 1
     assert (await child.result()).decode() == ",".join(map(str, range(listing + 1)))
+
+
+def test_without_pidfd_there_is_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuses(pid: int) -> int:
+        asked.append(pid)
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuses)
+    assert fork_ahead(sleeps) is None
+    (pid,) = asked
+    with pytest.raises(ProcessLookupError):  # it was ended and reaped
+        os.kill(pid, 0)
 
 
 def test_the_child_ends_with_its_agent() -> None:
