@@ -208,6 +208,15 @@ def test_two_ranks_that_nobody_watches(warm: Warm) -> None:
     assert found["killed"]["codes"] == [1, -9]
 
 
+def test_operations_on_a_connection_that_gloo_does_not_read_any_more_are_ended(warm: Warm) -> None:
+    """To cut the connection does not end them: gloo would not see it."""
+    cases = ("lost_receive", "lost_receive_checked", "lost_receive_of_interfaces")
+    for case, found in run_bare(warm, *cases).items():
+        assert found["codes"] == [0, 0], case
+        assert sorted(each["tag"] for each in found["told"]) == [2, 3], case
+        assert all("timeout" in each["raised"] or "closed" in each["raised"].lower() for each in found["told"]), found
+
+
 def test_a_store_that_is_kept_over_restarts_on_several_nodes(warm: Warm) -> None:
     """The dead group's addresses, and its word that all are done, are nobody's."""
     done = warm.run([SCRIPTS / "group_cases.py", "kept_store"], timeout=150)

@@ -224,6 +224,8 @@ class GenerationCalls:
         self._connection.sockets.cut()
         if self._connection.on_nccl and dist.is_initialized():
             torch_private.abort_groups()
+        else:
+            torch_private.end_gloo_operations()
 
     def is_consequence(self, error: BaseException) -> bool:
         """Whether a loss, or a regroup, made the training function raise this. For an error of the process group it

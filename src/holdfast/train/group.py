@@ -254,6 +254,7 @@ def _destroy(group: ProcessGroup) -> None:
     else:
         # This rank may have come here by itself: then operations in other threads still wait.
         group.connection.sockets.cut()
+        torch_private.end_gloo_operations()
         groups = torch_private.all_groups()
         dist.destroy_process_group()
         _forget_kept(groups)

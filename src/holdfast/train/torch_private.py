@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -57,6 +59,39 @@ def all_groups() -> list[Any]:
     """The process groups that exist, to destruct them and to count their operations. Empty where torch does not have
     the list: then a regroup may leave threads of the old groups."""
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
+
+
+def end_gloo_operations() -> None:
+    """End every operation of this process's gloo groups, which are of no use after that. Any thread may call it.
+
+    gloo has no call for that, and to shut its connections is not enough. An operation that fails because one peer died
+    may still be owed data by another. When these come, gloo has no place for them: it never reads from that connection
+    again, does not see that it is shut, and the other operations that need it wait for their whole time-out. But if one
+    receive operation reaches its time-out, gloo gives up all connections of the group, and every operation fails.
+
+    Where torch does not have the names, nothing happens: the agent ends a process that waits too long."""
+    for group in all_groups():
+        with contextlib.suppress(RuntimeError, AttributeError):  # among others: the group has no backend for the CPU
+            backend = group._get_backend(torch.device("cpu"))
+            backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+            if isinstance(backend, dist.ProcessGroupGloo) and backend.size() > 1:
+                for each in range(_gloo_interfaces()):
+                    _reach_a_timeout(backend, _TAGS_MAX - each)
+
+
+_TAGS_MAX = 2**31 - 1
+"""The largest tag of a receive operation: no program is likely to use those near it."""
+
+
+def _gloo_interfaces() -> int:
+    """The number of network interfaces that gloo uses, each with its own connections. A tag chooses one in turn."""
+    return len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+
+
+def _reach_a_timeout(backend: Any, tag: int) -> None:
+    """Receive from any rank what none sends. It sends nothing itself."""
+    with contextlib.suppress(RuntimeError):
+        backend.recv_anysource([torch.empty(1)], tag).wait(timedelta(milliseconds=1))
 
 
 def forget_half_a_group() -> None:

@@ -6,10 +6,12 @@ of JSON for it: {"case", "codes", "told"}, see forked.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
+from holdfast.train import torch_private
 from holdfast.train.group import ProcessGroup
 
 
@@ -100,6 +103,54 @@ def killed() -> None:
         if pg.rank == 1:
             os.kill(os.getpid(), 9)
         total(pg)
+
+
+def lost_receive() -> None:
+    """Rank 1's data come for an operation that rank 0 has given up, so that gloo reads nothing more from it."""
+    with ht.process_group(timeout_s=100) as pg:
+        total(pg)
+        assert pg.connection is not None
+        if pg.rank == 1:
+            pg.store.wait(["given up"])
+            sent = dist.isend(torch.ones(9), 0, tag=1)
+            pg.store.set("sent", "")
+            with contextlib.suppress(RuntimeError):
+                pg.store.wait(["never set"])  # until rank 0, which has the store, is gone
+            assert sent is not None
+            os._exit(0)
+        given_up = dist.irecv(torch.empty(9), 1, tag=1)
+        del given_up
+        pg.store.set("given up", "")
+        pg.store.wait(["sent"])
+        waiting = [threading.Thread(target=_wait_for_rank_1, args=(tag,)) for tag in (2, 3)]
+        for each in waiting:
+            each.start()
+        time.sleep(0.2)
+        pg.connection.sockets.cut()
+        torch_private.end_gloo_operations()
+        for each in waiting:
+            each.join()
+        torch_private.end_gloo_operations()  # as for another loss
+        os._exit(0)
+
+
+def lost_receive_checked() -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    lost_receive()
+
+
+def lost_receive_of_interfaces() -> None:
+    """The threads wait for different connections."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
+    lost_receive()
+
+
+def _wait_for_rank_1(tag: int) -> None:
+    try:
+        dist.recv(torch.empty(4), 1, tag=tag)
+    except RuntimeError as error:
+        tell(tag=tag, raised=str(error))
 
 
 def exits() -> None:
