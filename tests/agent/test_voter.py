@@ -366,6 +366,24 @@ def test_a_founder_hears_of_the_charter() -> None:
     assert over.patience_s == 0.0
 
 
+def test_a_voter_that_follows_a_coordinator_tells_a_founder_that_it_lives() -> None:
+    """And the coordinator that somebody else wants to be one: it steps aside if it has too few nodes."""
+    harness = VoterHarness("abc", charter("abc"))
+    voter = harness.voters["b"]
+    harness.now += 100.0
+    assert voter.calls
+    recall = voter.recall(harness.now, "d#2", 1, founded=True, forms=True)
+    assert recall is not None
+    assert (recall.charter, recall.lost_s, recall.follows) == (voter.charter, 0.0, True)
+    assert recall.patience_s == LIMITS.fence_s + LIMITS.kill_s
+    harness.give("b", vote.FounderMet())
+    assert [harness.renew("b", None).rival for _ in range(2)] == [True, False]
+    harness.lose("b")
+    assert not voter.calls
+    harness.give("b", vote.FounderMet())
+    assert not harness.renew("b", None).rival
+
+
 def test_who_has_no_vote_tells_a_founder_once() -> None:
     harness = three()
     voter = harness.voters["x"] = Voter("x", LIMITS, harness.now, stands=True)

@@ -143,12 +143,27 @@ def test_the_founder_waits_while_a_witness_hears_the_lone_coordinator() -> None:
     harness.wait(LIMITS.elect_s - 1.0)
     assert harness.machine.phase is Phase.GATHERING
     assert (
-        "reaches this job's coordinator, and this node does not: check the network between this node and n11"
+        "reaches this job's coordinator, and this one does not: check the network between this node and n11"
         in harness.waits()
     )
     assert "at most" not in harness.waits()
     harness.give(Heard(9, msg.Polled(4, False, LIMITS.fence_s, False, "w#1", 0, lone)))
     harness.wait(LIMITS.elect_s)
+    assert harness.machine.generation == 5
+
+
+def test_the_founder_waits_while_a_voter_follows_a_coordinator() -> None:
+    harness = VotersHarness()
+    harness.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
+    follows = Heard(9, msg.Recall(charter_of(11, 12, 13), 4, 0.0, LIMITS.fence_s + LIMITS.kill_s, follows=True))
+    harness.give(follows)
+    harness.join(1, 2, 3)
+    for _ in range(20):
+        harness.wait(LIMITS.poll_s)
+        harness.give(follows)
+    assert harness.machine.phase is Phase.GATHERING
+    assert "another node reaches this job's coordinator" in harness.waits()
+    harness.wait(LIMITS.fence_s + LIMITS.kill_s)
     assert harness.machine.generation == 5
 
 

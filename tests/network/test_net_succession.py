@@ -26,6 +26,9 @@ from tests.network.job_agents import (
 )
 from tests.support.limits import limit_s
 
+FOUNDED_S = 5.0
+"""A node that is enough for the job trains well before this time."""
+
 
 def started(
     job_agents, count: int, nnodes: str, conf: str = SHORT_LEASE, endpoint: str = "node1"
@@ -226,6 +229,25 @@ def test_its_agent_is_restarted_at_once_at_the_endpoint(job_agents) -> None:
     job.start(1)
     job.trains([1, 2, 3], since_s)
     finish(job, 1, 2, 3)
+    job.check()
+
+
+def test_the_coordinators_node_returns_and_the_successor_cannot_reach_it(job_agents) -> None:
+    """It would train alone. The others tell it that the job lives, and it joins when the network is whole again."""
+    job, _ = started(job_agents, 4, "1:4")
+    since_s = time.monotonic()
+    job.agents[0].signal(signal.SIGKILL)
+    job.trains([2, 3, 4], since_s)
+    successor = int(coordinators(job)[0].removeprefix("node"))
+    job.hosts.partition([1], [successor])
+    since_s = time.monotonic()
+    job.start(1)
+    job.agents[-1].says("another node reaches this job's coordinator, and this one does not")
+    time.sleep(FOUNDED_S)
+    assert [each for each in job.generations if each.born_s > since_s] == []
+    job.hosts.heal()
+    job.trains([1, 2, 3, 4], since_s)
+    finish(job, 1, 2, 3, 4)
     job.check()
 
 

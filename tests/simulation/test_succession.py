@@ -55,6 +55,7 @@ MENDED = (
     8155,
     9023,
     10807,
+    14819,
     16911,
 )
 """Seeds beyond the ordinary ones that have found something."""

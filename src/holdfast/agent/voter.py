@@ -128,6 +128,10 @@ class HeardOf(Struct, frozen=True):
     port: int
 
 
+class FounderMet(Struct, frozen=True):
+    """Event: another process starts the job again, while this voter follows a coordinator."""
+
+
 class Leaves(Struct, frozen=True):
     """Event: the agent ends soon. It votes until then, and does not stand any more."""
 
@@ -156,7 +160,7 @@ class Lead(Struct, frozen=True):
     succession: Succession
 
 
-Event = Linked | Unlinked | RenewCame | PollCame | PolledCame | PollFailed | HeardOf | Leaves | Tick
+Event = Linked | Unlinked | RenewCame | PollCame | PolledCame | PollFailed | HeardOf | FounderMet | Leaves | Tick
 Command = SendRenewed | AskVote | AnswerPoll | Lead | Note
 
 
@@ -208,7 +212,7 @@ class Voter:
         self._leaves = False
         """Its agent ends soon, so it does not stand any more. Never taken back."""
         self._rival = False
-        """Another voter asks for the votes, as in Renewed."""
+        """Another node wants to be the coordinator, as in Renewed."""
         self._job_began_s = now
         """The time at which the job began, by this clock and as far as it knows."""
         self._training_s = 0.0
@@ -262,6 +266,8 @@ class Voter:
         charter = self.newest
         if not forms or charter is None or charter.outcome is not None or charter.leader == name:
             return None
+        if self.stage is VoterState.FOLLOWING:
+            return Recall(charter, self.term, 0.0, self.limits.fence_s + self.limits.kill_s, follows=True)
         left_s = self._lost_s + self.limits.elect_s - now
         patience_s = left_s if self.ignores(now, name, term, founded=founded) else 0.0
         if patience_s and self._seat() is None:  # there may be thousands of them, and each tries again and again
@@ -269,6 +275,13 @@ class Voter:
                 return None
             self._recalled = name
         return Recall(charter, self.term, max(0.0, now - self._lost_s), patience_s)
+
+    @property
+    def calls(self) -> bool:
+        """Whether it calls the endpoint, where a node that returned may start the job again. The coordinator calls it,
+        too, but may hear nothing at that moment (succession seed 14819)."""
+        seats = self.charter.seats if self.charter is not None else ()
+        return self.stage is VoterState.FOLLOWING and any(seat.name == self.name for seat in seats)
 
     def _may_elect(self, now: float, but: set[str]) -> bool:
         if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) or now >= self._lost_s + self.limits.elect_s:
@@ -304,6 +317,10 @@ class Voter:
                 self._on_answer(now, name, poll, None)
             case HeardOf(term, address, port):
                 self._on_heard_of(now, LeaderAddress(address, port, term))
+            case FounderMet():
+                # That process waits as long as this voter follows a coordinator. If the coordinator lacks the nodes
+                # that have joined that process, it has to step aside: otherwise both would wait for ever.
+                self._rival = self.stage is VoterState.FOLLOWING
             case Leaves():
                 self._leaves = True
                 # Elected, it would start a coordinator that ends at once

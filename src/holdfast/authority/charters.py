@@ -229,7 +229,7 @@ class Charters:
 
     @property
     def rivalled(self) -> bool:
-        """Whether another voter has asked for the votes for a lease, and still does."""
+        """Whether another node has wanted to be the coordinator for a lease, and still does."""
         return self._rival_s >= self._rival_since_s + self._limits.lease_s
 
     def advance(self, now: float, job_s: float, training_s: float) -> list[Command]:
@@ -318,7 +318,7 @@ class OlderJob:
         self._patience_s = -inf
         """Its voters wait until then for each other."""
         self.alive = False
-        """The sender of the newest Recall hears its coordinator."""
+        """The sender of the newest Recall follows its coordinator."""
         self._prove_at_s = inf
 
     @property
@@ -360,8 +360,8 @@ class OlderJob:
         voters = self.charter.voters
         if self.alive:
             return (
-                "a witness reaches this job's coordinator, and this node does not: check the network between this node "
-                f"and {voters[0].host}, or end the agent there"
+                "another node reaches this job's coordinator, and this one does not: check the network between this "
+                f"node and {voters[0].host}, or end the agent there"
             )
         living = {seat.host for seat in voters if seat.name not in self._ended and not seat.witness}
         return (
@@ -370,9 +370,9 @@ class OlderJob:
             "For another job, use another --rdzv-id"
         )
 
-    def heard(self, now: float, recall: Recall, *, alive: bool = False) -> bool:
-        """Returns whether the charter is newer than those before. `alive`: its coordinator is."""
-        self.alive = alive
+    def heard(self, now: float, recall: Recall) -> bool:
+        """Returns whether the charter is newer than those before."""
+        self.alive = recall.follows
         self.term = max(self.term, recall.term, recall.charter.position.term)
         self.lost(now - recall.lost_s)
         self._patience_s = max(self._patience_s, now + recall.patience_s)

@@ -344,9 +344,9 @@ class Voters:
     def _moved(self, own: Seat) -> Moved:
         return Moved(self.term, own.address, own.port, own.name, elected=not self.founded)
 
-    def _recalled(self, now: float, recall: Recall, *, alive: bool = False) -> Inherited | None:
+    def _recalled(self, now: float, recall: Recall) -> Inherited | None:
         """There was an older job. Continue it, unless its voters elect another coordinator, or it has one."""
-        if not self._older.heard(now, recall, alive=alive):
+        if not self._older.heard(now, recall):
             return None
         self._floor = recall.charter.generation
         return Inherited(recall.charter, recall.term)
@@ -360,8 +360,8 @@ class Voters:
             return None
         left_s = limits.elect_s if polled.follows else max(0.0, limits.elect_s - polled.silent_s)
         patience_s = left_s if polled.follows or len(charter.seats) >= VOTERS_MIN else 0.0
-        recall = Recall(charter, polled.term, polled.silent_s, patience_s)
-        return self._recalled(now, recall, alive=bool(polled.follows))
+        recall = Recall(charter, polled.term, polled.silent_s, patience_s, follows=bool(polled.follows))
+        return self._recalled(now, recall)
 
     def _ask_witnesses(self, now: float) -> list[Command]:
         """Ask the witnesses whether they know of an older job."""

@@ -154,7 +154,7 @@ class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):
     """The position of the charter that the voter holds now."""
     rival: bool = False
     """The voter has denied its vote to another candidate whose charter is as new, only because it follows this
-    coordinator, since its last Renewed."""
+    coordinator, or it has met a process that starts the job again; since its last Renewed."""
 
 
 class Poll(Struct, frozen=True, array_like=True, tag="poll"):

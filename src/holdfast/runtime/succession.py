@@ -16,6 +16,7 @@ from msgspec import structs
 
 from holdfast.agent.voter import (
     AskVote,
+    FounderMet,
     HeardOf,
     LeaderAddress,
     Leaves,
@@ -94,6 +95,8 @@ class SuccessionClient:
         """Endpoints of the job at which this process listens."""
         self._place: Endpoint | None = None
         """The address of the coordinator at the other end of the newest link; None: it is this process, or unknown."""
+        self._leader = ""
+        """The name of the process there."""
         self._link: WatchedLink | None = None
         self._patience_s = PATIENCE_S
         self._leaves = False
@@ -167,6 +170,7 @@ class SuccessionClient:
         self._journal.write("listens", addresses=place.addresses, port=place.port)
         for endpoint in options.more_endpoints:
             await self._bind(endpoint)
+        self._errands.start(self._call_founders(voter))
 
     async def _bind(self, endpoint: Endpoint) -> bool:
         """Listen at an endpoint of the job, if it is this machine's and free. Returns whether it is."""
@@ -221,6 +225,7 @@ class SuccessionClient:
             return None
         self._patience_s = PATIENCE_S
         self._place = Endpoint(host=found.peer_address, port=found.peer_port)
+        self._leader = found.accepted.name
         self._link = WatchedLink(found, voter)
         return self._link
 
@@ -309,6 +314,30 @@ class SuccessionClient:
                 f"the node at {place} started this job a second time; this coordinator continues"
             )
         return connection
+
+    async def _call_founders(self, voter: VoterService) -> None:
+        """Call the endpoint while this node's voter follows a coordinator elsewhere, and tell a process that starts the
+        job again there of that coordinator."""
+        machine, endpoint, found_there = voter.machine, self._options.endpoint, 0
+        while True:
+            await asyncio.sleep(CALL_S)
+            # The coordinator of most jobs is at the endpoint; to find it there once in each term is enough.
+            if not machine.calls or machine.term == found_there or endpoint in self._bound:
+                continue
+            try:
+                connection = await self._dial_agent(endpoint)
+            except (HoldfastError, OSError):
+                continue  # no process is there
+            accepted = connection.accepted
+            if accepted.name == self._leader:
+                found_there = machine.term
+            elif accepted.forms and machine.calls:
+                about = accepted.name, accepted.term
+                recall = machine.recall(self._loop.time(), *about, founded=accepted.founded, forms=accepted.forms)
+                if recall is not None:
+                    connection.send(recall)
+                    voter.feed(FounderMet())
+            connection.close()
 
     # ---------------------------------------------------------------- votes
 

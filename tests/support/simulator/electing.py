@@ -161,6 +161,7 @@ class ElectingAgent(DrawnAgent):
         """Of the coordinator at the other end; 0: not joined."""
         self._local = False
         self._moved = False
+        cluster.on_host(self.host, self._call_founders, CALL_S)
 
     # ---------------------------------------------------------------- life
 
@@ -295,6 +296,23 @@ class ElectingAgent(DrawnAgent):
                 self._failed(attempt)
 
         self.world.reach(self.host, place, done)
+
+    def _call_founders(self) -> None:
+        """While its voter follows a coordinator elsewhere: call the endpoint, where the job may be started again."""
+        if not (self.alive and self.voter.alive):
+            return
+        world, endpoint = self.world, self.world.endpoints[0]
+        if self.voter.machine.calls and self.host != endpoint:
+            world.call(self.host, endpoint, self._met)
+        world.on_host(self.host, self._call_founders, CALL_S)
+
+    def _met(self, process: Process) -> None:
+        leader = getattr(process, "coordinator", None)
+        if not self.alive or leader is None or leader.number == self.coordinator_number:
+            return
+        if leader.introduction().forms and self.voter.machine.calls:
+            self._recall(leader)
+            self.voter.handle(vote.FounderMet())
 
     def _failed(self, attempt: int) -> None:
         self._open -= 1

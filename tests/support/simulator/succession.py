@@ -127,6 +127,19 @@ class SuccessionCluster(SimCluster):
 
         self.agenda.after(self.network.delay(host, to), arrive)
 
+    def call(self, host: str, to: str, found: Callable[[Process], None]) -> None:
+        """Connect to the endpoint on another host; nothing follows if it does not answer. Its times are not drawn: these
+        calls are frequent, and most find nothing."""
+        way_s = self.network.delay_s_max + max(self.network.lags.get(each, 0.0) for each in (host, to))
+
+        def arrive() -> None:
+            process = self.processes.get(to)
+            away = not self.network.connected(host, to) or to in self.dark or to in self.frozen
+            if process is not None and not away and process.listens_at(ENDPOINT_PORT):
+                self.on_host(host, lambda: found(process), way_s)
+
+        self.agenda.after(way_s, arrive)
+
     def ask(self, host: str, question: vote.AskVote, answered: Callable[[vote.Event], None]) -> None:
         """One question to a voter."""
         seat, poll = question.seat, question.poll
