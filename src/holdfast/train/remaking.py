@@ -42,7 +42,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -66,14 +66,12 @@ from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
 from holdfast.train.replica_state import ReplicaState, replica_state
 from holdfast.train.snapshots.saver_connection import key_of_life
+from holdfast.train.snapshots_api import Snapshots
 from holdfast.train.state import Tracker
 from holdfast.train.step_agreement import Decision, Speaker, StepAgreement, is_known
 from holdfast.train.step_links import NoAgreement, await_news, meet
 from holdfast.train.untracked import UntrackedOptimizers
 from holdfast.worker import drain
-
-if TYPE_CHECKING:
-    from holdfast.train.snapshots_api import Snapshots
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -66,10 +66,10 @@ from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
 
 if TYPE_CHECKING:
     from holdfast.train.generation_calls import FunctionsCalled
-    from holdfast.train.remaking import Remaker
-    from holdfast.train.survival import Survivor
 
 __all__ = ["Keep", "Resumed", "SnapshotOptions", "Snapshots", "TrainState"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,29 @@ class _Before:
     def packed(self) -> list[Any]:
         """The fields that the other ranks need."""
         return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
+
+
+class SurvivingCall(Protocol):
+    """The call of a training function in `ht.survive`, as far as its Snapshots know it: see survival.py and
+    remaking.py, which import this file."""
+
+    def run(self, function: Callable[[], T]) -> T: ...
+
+    def at_boundary(self) -> None: ...
+
+    def withdraw(self, why: str) -> None: ...
+
+
+class RemakingCall(SurvivingCall, Protocol):
+    """The same for a function that makes its model again in each generation."""
+
+    def check(self, tracker: Tracker) -> None: ...
+
+    def begin_anew(self, tracker: Tracker) -> None: ...
+
+    def resumed(self, steps_lost: int) -> None: ...
+
+    def outlives(self, error: BaseException) -> bool: ...
 
 
 _first_resumed: list[weakref.ref[Snapshots]] = []
@@ -220,9 +243,9 @@ class Snapshots:
         """Pid of the process that has opened them; 0: not opened yet. A forked child has another one."""
         self._until_first_step: list[Callable[[], object]] = []
         """Functions that are called after the first step: they end what only that step needs."""
-        self._survivor: Survivor | Remaker | None = None
+        self._survivor: SurvivingCall | None = None
         """The survivor while the training function runs in `ht.survive`; None: it does not."""
-        self._remaker: Remaker | None = None
+        self._remaker: RemakingCall | None = None
         """The same, if the function makes what is tracked, and calls `resume()`; None: it does not."""
         self._made_in = ""
         """The name of the function in which `resume()` was called, in `ht.survive`; empty: there is none."""
@@ -491,7 +514,7 @@ class Snapshots:
                 each.regroup(peers.rank, peers.world)
 
     def _begin_remade(
-        self, remaker: Remaker, saving: Saving, resumed: Resumed | None, state: tuple[int, int, int] | None
+        self, remaker: RemakingCall, saving: Saving, resumed: Resumed | None, state: tuple[int, int, int] | None
     ) -> None:
         """Begin to train what the training function has made; all ranks call this. `state`: that in memory from which
         it goes on."""

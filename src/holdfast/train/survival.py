@@ -38,7 +38,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,13 +68,11 @@ from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.reducers import Order
 from holdfast.train.remaking import Remaker, check_not_sharded
 from holdfast.train.save import image
+from holdfast.train.snapshots_api import Snapshots, SurvivingCall
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, together
 from holdfast.train.unnoticed_writes import ValueProbe
 from holdfast.train.untracked import UntrackedOptimizers
-
-if TYPE_CHECKING:
-    from holdfast.train.snapshots_api import Snapshots
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,7 +116,7 @@ def survive(
 
 def _survivor_of(
     snaps: Snapshots, function: Callable[..., Any], ranks: Callable[[int], int] | None
-) -> Survivor | Remaker | None:
+) -> SurvivingCall | None:
     """The survivor that calls the function; None: it is a plain call. Raises TrackingError."""
     keeps = snaps.resumed  # the models were made before the function
     if keeps and ranks is not None:
@@ -153,7 +151,7 @@ def _survivor_of(
         if keeps:
             check_not_sharded(snaps._tracker.named_models(), function)
             check_function(function, snaps._tracker)
-            found: Survivor | Remaker = Survivor(snaps, group, channel)
+            found: SurvivingCall = Survivor(snaps, group, channel)
         else:
             found = Remaker(snaps, group, channel, function, ranks)
     except BaseException:
