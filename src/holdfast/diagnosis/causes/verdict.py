@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from holdfast.diagnosis.causes.agreed import agreed
-from holdfast.diagnosis.causes.blame import Blame, blame, first_own, ranked, speaks_of_peers
+from holdfast.diagnosis.causes.blame import Blame, agreed, blame, first_own, ranked, speaks_of_peers
 from holdfast.diagnosis.causes.exception_text import ExceptionText, is_of_script
 from holdfast.diagnosis.causes.find import SAID_CHARACTERS_MAX, Cause, advice, cause_of
 from holdfast.diagnosis.causes.sizes import is_noticed, other_sizes
