@@ -105,7 +105,7 @@ class Job:
 
     async def looks(self) -> Finding:
         """An examination, as the coordinator makes it."""
-        stack_sampler = StackSampler(self.board, generation=1, rank_of=int)
+        stack_sampler = StackSampler(self.board, generation=1, rank_of=int, started_epoch_s=time.time())
         samples: list[tuple[RankSample, ...]] = []
         for number in range(LOOKS):
             await asyncio.sleep(GAP_S if number else 0.0)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,7 +135,7 @@ class Jobs:
         return judge(Evidence(generation=1, restarts=0, failures=tuple(failures), lost_nodes=(), gave_up=""))
 
     async def _look(self) -> Finding:
-        sampler = StackSampler(self.board, generation=1, rank_of=int)
+        sampler = StackSampler(self.board, generation=1, rank_of=int, started_epoch_s=time.time())
         looks = []
         for number in range(LOOKS):
             await asyncio.sleep(GAP_S if number else 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +38,7 @@ def look(board: Board, *processes: subprocess.Popen[str], folder: Path | None = 
     """The samples of the last of so many looks."""
 
     async def scenario() -> tuple[RankSample, ...]:
-        stack_sampler = StackSampler(board, 3, lambda local_rank: 4 + local_rank)
+        stack_sampler = StackSampler(board, 3, lambda local_rank: 4 + local_rank, time.time())
         try:
             for _ in range(times):
                 async with asyncio.timeout(LOOK_S_MAX + DEADLINE_S):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,12 +22,12 @@ from tests.support.limits import limit_s
 class Post:
     """An observer of one worker: this very process."""
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, folder: Path | None) -> None:
         self.told: list[Event] = []
         self.faults: list[str] = []
         self.news = asyncio.Event()
         self.board = Board(1)
-        self.observer = Observer(tasks, self._emit, folder=None, fault=self._failed)
+        self.observer = Observer(tasks, self._emit, folder=folder, fault=self._failed)
         self.observer.start(Start(3, "127.0.0.1", 1, 0.01), self.board, int, self.report)
 
     def report(self, generation: int) -> WorkersProgress:
@@ -45,10 +47,10 @@ class Post:
         return found[0]
 
 
-def observe(act: Callable[[Post], Awaitable[None]]) -> Post:
+def observe(act: Callable[[Post], Awaitable[None]], folder: Path | None = None) -> Post:
     async def run() -> Post:
         async with asyncio.timeout(limit_s(20)), asyncio.TaskGroup() as tasks:
-            post = Post(tasks)
+            post = Post(tasks, folder)
             try:
                 await act(post)
             finally:
@@ -108,6 +110,19 @@ def test_workers_are_sampled_while_their_generation_runs() -> None:
     (sample,), faults = samples_of(3)
     assert (sample.pid, faults) == (os.getpid(), [])
     assert samples_of(2) == ((), [])
+
+
+def test_what_was_recorded_before_the_first_question_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+
+    async def record_and_look(post: Post) -> None:
+        (tmp_path / "trace_0").write_bytes(b"of this generation")
+        os.utime(tmp_path / "trace_0", (time.time(), time.time()))
+        await asyncio.sleep(0.05)
+        await post.observer.samples(3, {0: os.getpid()})
+
+    observe(record_and_look, tmp_path)
+    assert (tmp_path / "stacks" / "gen3_nccl_trace_rank0").read_bytes() == b"of this generation"
 
 
 def test_a_look_that_fails_shows_nobody_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -304,7 +305,7 @@ def test_what_it_has_written_for_us_is_not_its_own(board: Board, start: Start) -
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> list[int]:
-        stack_sampler = StackSampler(board, 3, lambda local_rank: 4 + local_rank)
+        stack_sampler = StackSampler(board, 3, lambda local_rank: 4 + local_rank, time.time())
         return [(await stack_sampler.look({0: process.pid}, None))[0].moved_bytes for _ in range(4)]
 
     before, *after = asyncio.run(scenario())
@@ -341,7 +342,7 @@ def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> list[tuple[RankSample, ...]]:
-        stack_sampler = StackSampler(board, 1, int)
+        stack_sampler = StackSampler(board, 1, int, time.time())
         async with asyncio.TaskGroup() as tasks:
             looks = [tasks.create_task(stack_sampler.look({0: process.pid}, None)) for _ in range(5)]
         return [each.result() for each in looks]
@@ -354,7 +355,7 @@ def test_a_board_that_is_closed_meanwhile(start: Start, board: Board, tmp_path: 
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> None:
-        stack_sampler = StackSampler(board, 1, int)
+        stack_sampler = StackSampler(board, 1, int, time.time())
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(stack_sampler.look({0: process.pid}, tmp_path))
             await asyncio.sleep(0)
@@ -465,7 +466,7 @@ def test_native_stacks_where_py_spy_is(
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> str:
-        stack_sampler = StackSampler(board, 1, int)
+        stack_sampler = StackSampler(board, 1, int, time.time())
         (sample,) = await stack_sampler.look({0: process.pid}, tmp_path)
         assert stack_sampler._files._spying is not None
         await stack_sampler._files._spying

@@ -454,7 +454,10 @@ class Observer:
         self._emit = emit
         self._folder = folder
         self._generation = 0
+        self._new_sampler: Callable[[], StackSampler] | None = None
+        """Makes the sampler of the workers that were started last; None: none were started yet."""
         self._stack_sampler: StackSampler | None = None
+        """Made by the first question about these workers: most generations end without one."""
         self._timer: Repeat | None = None
 
     def start(self, start: Start, board: Board, rank_of: Callable[[int], int], progress: Report) -> None:
@@ -463,14 +466,17 @@ class Observer:
         self.stop()
         if self._stack_sampler is not None:
             self._tasks.create_task(self._stack_sampler.close())
-        self._stack_sampler = StackSampler(board, start.generation, rank_of)
+            self._stack_sampler = None
+        # Not the time of the first question: what a worker has recorded before it belongs to this generation, too.
+        started_epoch_s = time.time()
+        self._new_sampler = lambda: StackSampler(board, self._generation, rank_of, started_epoch_s)
         self._begin(start, progress)
 
     def regrouped(self, start: Start, progress: Report) -> None:
         """The workers were ordered to go on in this generation."""
         self.stop()
-        assert self._stack_sampler is not None
-        self._stack_sampler.regrouped(start.generation)
+        if self._stack_sampler is not None:
+            self._stack_sampler.regrouped(start.generation)
         self._begin(start, progress)
 
     def _begin(self, start: Start, progress: Report) -> None:
@@ -498,8 +504,10 @@ class Observer:
         """One sample of each of these workers; none when the generation is over."""
         # The question took its time: the answer would be about other workers
         # (test_a_look_at_a_generation_that_is_over_sees_nobody).
-        if self._stack_sampler is None or generation != self._generation:
+        if self._new_sampler is None or generation != self._generation:
             return ()
+        if self._stack_sampler is None:
+            self._stack_sampler = self._new_sampler()
         try:
             return await self._stack_sampler.look(pids, self._folder)
         except OSError:  # no descriptor left, or the generation is over meanwhile: no samples

@@ -82,12 +82,12 @@ def _traces(environ: Mapping[str, str]) -> list[str]:
 class StackFiles:
     """The evidence files of the workers that write to one board."""
 
-    def __init__(self, generation: int, rank_of: Callable[[int], int]) -> None:
-        """`rank_of`: the present rank of a local rank."""
+    def __init__(self, generation: int, rank_of: Callable[[int], int], started_epoch_s: float) -> None:
+        """`rank_of`: the present rank of a local rank. `started_epoch_s`: when the workers were started."""
         self.generation = generation
         self._rank_of = rank_of
+        self._started_epoch_s = started_epoch_s
         self._looks = 0
-        self._began_epoch_s = time.time()
         self._traces: dict[int, float] = {}
         """The time of change of the trace that was copied for each rank (epoch s), by rank."""
         self._spied_s: dict[int, float] = {}
@@ -146,7 +146,7 @@ class StackFiles:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 return False
-            if found.st_mtime < self._began_epoch_s:
+            if found.st_mtime < self._started_epoch_s:
                 return False
             if self._traces.get(rank) == found.st_mtime:  # copied already
                 return True
@@ -354,10 +354,12 @@ class BoardOfWorkers(Protocol):
 class StackSampler:
     """Samples the workers that write to one board."""
 
-    def __init__(self, board: BoardOfWorkers, generation: int, rank_of: Callable[[int], int]) -> None:
-        """`rank_of`: the present rank of a local rank."""
+    def __init__(
+        self, board: BoardOfWorkers, generation: int, rank_of: Callable[[int], int], started_epoch_s: float
+    ) -> None:
+        """`rank_of`: the present rank of a local rank. `started_epoch_s`: when the workers were started."""
         self._board = board
-        self._files = StackFiles(generation, rank_of)
+        self._files = StackFiles(generation, rank_of, started_epoch_s)
         self._one_at_a_time = asyncio.Lock()
         self._dumped: dict[int, tuple[int, int]] = {}
         """Bytes that a worker wrote because we asked for its stacks, and those of its main thread, by process. They are
