@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from holdfast import cli
-from holdfast.protocol.exit_codes import EXIT_CODES, EXIT_SIGNAL_BASE, EXIT_USAGE, Scheduler, request_of
+from holdfast.protocol.exit_codes import EXIT_CODES, EXIT_SIGNAL_BASE, EXIT_USAGE, Scheduler
 
 PAGE = Path(__file__).parents[2] / "docs" / "exit-codes.md"
 
@@ -19,7 +19,6 @@ def test_no_code_stands_twice_or_can_be_that_of_a_signal() -> None:
 
 def test_whoever_asks_for_the_end_of_the_job_says_what_the_scheduler_is_to_do() -> None:
     assert [each.number for each in EXIT_CODES if each.asks and each.scheduler is Scheduler.COUNT] == []
-    assert request_of([1, 2, 137, 0]) is None
 
 
 def test_the_page_for_schedulers_has_a_column_for_each_code_that_a_worker_asks_by() -> None:

@@ -15,7 +15,7 @@ from holdfast.coordinator.incident import Incident
 from holdfast.coordinator.membership import HostBackoff
 from holdfast.coordinator.world import World
 from holdfast.protocol.errors import JoinTimeoutError, NodesError, UnfitNodesError
-from holdfast.protocol.exit_codes import Scheduler, request_of
+from holdfast.protocol.exit_codes import REQUESTS, ExitCode, Scheduler
 from holdfast.protocol.extension import DeviceFault
 from holdfast.protocol.messages import Notice, StopReason, Waiting
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict, job_exit_code
@@ -126,7 +126,7 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
     # (test_the_exit_code_of_a_worker_that_was_stopped_is_no_request).
     own = [failure for failure in incident.failures if not failure.after_stop]
     # Before the budget: the worker asks the scheduler, whatever restarts are left (scenario requeue).
-    request = request_of(failure.exit_code for failure in own)
+    request = _request_of(own)
     if request is not None and request.scheduler is Scheduler.AGAIN:
         text = f"a worker asked {request.asks} (exit code {request.number})"
         return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=request.number, message=text)
@@ -148,6 +148,12 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
     verdict = judge(_evidence(world, incident, budget, decision.reason))
     verdict = structs.replace(verdict, hang=verdict.hang or world.stop_reason is StopReason.HUNG)
     return Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
+
+
+def _request_of(failures: Sequence[Failure]) -> ExitCode | None:
+    """What these workers ask for by their exit codes; None: nothing."""
+    asked = {failure.exit_code for failure in failures}
+    return next((each for number, each in REQUESTS.items() if number in asked), None)
 
 
 def killed_in_training(world: World, failures: Sequence[Failure]) -> bool:

@@ -8,10 +8,7 @@ a new code is one row. Standard library only.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import NamedTuple
 
 
 class Scheduler(Enum):
@@ -68,12 +65,6 @@ EXIT_CODES = (
 
 REQUESTS = {each.number: each for each in EXIT_CODES if each.asks}
 """The codes by which a worker asks for the end of the job."""
-
-
-def request_of(numbers: Iterable[int]) -> ExitCode | None:
-    """What workers that ended with these codes ask for; None: nothing."""
-    asked = set(numbers)
-    return next((each for number, each in REQUESTS.items() if number in asked), None)
 
 
 def codes_for(scheduler: Scheduler) -> tuple[ExitCode, ...]:
