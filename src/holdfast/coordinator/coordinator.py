@@ -439,6 +439,7 @@ class Coordinator:
         self._incidents.newest.check_invariants()
         newest = max(self.generation, self.previous.generation)
         assert all(member.busy_generation <= newest for member in self._membership.busy())
+        assert self.world is None or not self.previous.parts, "an earlier generation was replaced and may continue"
         if self.phase not in (Phase.GATHERING, Phase.OVER):
             world = self.world
             assert world is not None
@@ -872,7 +873,7 @@ class Coordinator:
         in_world, was_busy = self._in_world(member), member.busy_generation != 0
         self._membership.remove(member)
         self._extensions.happens(MemberLost(member.name))
-        self._abandon(self.previous.lost(member))
+        self._lost_for_previous(member)
         # It has finished its part, so nothing was lost (scenario `leave`). In a drain or a regroup the others still
         # need its workers (scenario `survive_leave_killed`).
         if member.leaving and not (self.phase in (Phase.DRAINING, Phase.REGROUPING) and in_world and was_busy):
@@ -983,6 +984,11 @@ class Coordinator:
             if join.running is not None:
                 self._abandon([member])
 
+    def _lost_for_previous(self, member: Member) -> None:
+        """This member, or what it ran, is gone: without its part, an earlier coordinator's generation cannot go on."""
+        if self.world is None:
+            self._abandon(self.previous.lost(member))
+
     def _resume(self, now: float) -> None:
         """Every node of the previous leader's generation has joined with living workers: continue that generation."""
         world = self.world = self.previous.world(now)
@@ -1020,14 +1026,16 @@ class Coordinator:
         self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))
 
     def _advance_gathering(self, now: float) -> None:
-        self.previous.spare(self._authority.gathers(now, self.gathering))
+        spared = self._authority.gathers(now, self.gathering)
         if (uid := self._authority.continued_uid) is not None:
             self.job_uid = uid
-        if self.world is None and self.previous.whole:
-            self._resume(now)
-            if self._lost:
-                self._on_lost(now)
-            return
+        if self.world is None:
+            self.previous.spare(spared)
+            if self.previous.whole:
+                self._resume(now)
+                if self._lost:
+                    self._on_lost(now)
+                return
         # A node that comes with workers of a generation that is not continued kills them first (scenario
         # `not_resumed`).
         if self._membership.anybody_busy:  # still ending a previous leader's generation: the wait for it is bounded
@@ -1483,7 +1491,7 @@ class Coordinator:
         if member.busy_generation > generation:
             return
         self._membership.set_busy(member, 0)
-        self._abandon(self.previous.lost(member))
+        self._lost_for_previous(member)
         self._forgo_answer(member)
         current = self._at_work() and self._is_current(member, generation)
         # Its workers ended without an order: it leaves at once (scenario `survive_leave_at_once`).
