@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 from pathlib import Path
 
 from holdfast.cli.option_table import LAUNCH_OPTIONS
-from holdfast.protocol import options as launch
-from holdfast.protocol.options import worker_environment
+from holdfast.supervisor import worker_command
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "holdfast"
@@ -137,14 +137,15 @@ def check() -> None:
 
 
 def worker_names() -> set[str]:
-    """Names that worker_environment of protocol/options.py puts into a worker's environment."""
+    """Names that supervisor/worker_command.py puts into a worker's environment."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(inspect.getsource(worker_environment))):
+    functions = (worker_command.worker_environment, worker_command._read_at_import)
+    for node in itertools.chain.from_iterable(ast.walk(ast.parse(inspect.getsource(each))) for each in functions):
         if isinstance(node, ast.Dict):
             found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             key = node.targets[0].slice
-            found.add(getattr(launch, key.id) if isinstance(key, ast.Name) else ast.literal_eval(key))
+            found.add(getattr(worker_command, key.id) if isinstance(key, ast.Name) else ast.literal_eval(key))
     return found
 
 

@@ -20,10 +20,10 @@ from holdfast.cli.option_table import LAUNCH_OPTIONS, flag_of
 from holdfast.cli.rendezvous import losses_survived
 from holdfast.cli.resolve import COMPILE_THREADS
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import CommandKind, worker_environment
+from holdfast.protocol.options import CommandKind
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.run_folder import safe_name
-from holdfast.supervisor.worker_command import backends_text
+from holdfast.supervisor.worker_command import backends_text, worker_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -23,7 +23,7 @@ from holdfast.journal import Journal
 from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import RunOptions, worker_environment
+from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.rank_progress import RankProgress
 from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, SURVIVE_VARIABLE, Survive, channel_name
@@ -42,7 +42,7 @@ from holdfast.supervisor.client import CONFIRM_S_MAX, ProcessEnded, ProcessStart
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
 from holdfast.supervisor.log_spool import WorkerStreams
 from holdfast.supervisor.release import Lateness, LongestStep, allowed_s
-from holdfast.supervisor.worker_command import worker_argv, worker_fds
+from holdfast.supervisor.worker_command import worker_argv, worker_environment, worker_fds
 from holdfast.text import spans
 
 ENDING = (Work.STOPPING, Work.KILLING)

@@ -1,4 +1,5 @@
-"""Derives from the options how workers are started: command line, modules to import ahead, versions, CPUs.
+"""Derives from the options how workers are started: command line, variables, modules to import ahead,
+versions, CPUs.
 
 Starts nothing. Light, because it is used before the agent's own heavy modules are imported: modules that are ordered
 early are imported while the nodes still meet.
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -31,9 +33,13 @@ from holdfast import compile_caches, seqpacket
 from holdfast.linux import read_text
 from holdfast.protocol.errors import BindingError
 from holdfast.protocol.options import CommandKind, RunOptions, WorkerCommand
+from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.supervisor.fork_server_client import CONTROL_FD
 from holdfast.supervisor.supervisor import SupervisorHandle
 from holdfast.version import __version__
+
+if TYPE_CHECKING:
+    from holdfast.protocol.messages import Assign, Start
 
 BOOTSTRAP = str(Path(__file__).resolve().parents[1] / "worker" / "bootstrap.py")
 """Run by its path, so that it works under any Python, with or without holdfast installed."""
@@ -93,6 +99,84 @@ def is_bytecode_of(cached: str, source: str) -> bool:
     by_time = 0  # else the header has a hash of the source
     made_from = (MAGIC_NUMBER, by_time, int(found.st_mtime) & 0xFFFFFFFF, found.st_size & 0xFFFFFFFF)
     return (magic, flags, time_s, size_bytes) == made_from
+
+
+RUN_ID_OF_ALL = "none"
+"""torchrun's default of --rdzv-id."""
+
+
+def worker_environment(
+    options: RunOptions,
+    assign: Assign,
+    start: Start,
+    local_rank: int,
+    *,
+    error_file: str,
+    parent: Mapping[str, str],
+) -> dict[str, str]:
+    """Variables to set for one worker of `assign`, in addition to its agent's environment `parent`. `error_file` empty:
+    none.
+
+    Raises BindingError when --virtual-local-rank finds too few entries in CUDA_VISIBLE_DEVICES.
+    """
+    environment = {
+        "RANK": str(assign.rank_base + assign.place(local_rank)),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(assign.world_size),
+        "LOCAL_WORLD_SIZE": str(options.nproc if assign.local_ranks is None else len(assign.local_ranks)),
+        "GROUP_RANK": str(assign.group_rank),
+        "NODE_RANK": str(assign.group_rank),
+        "GROUP_WORLD_SIZE": str(assign.group_world_size),
+        "ROLE_NAME": options.role,
+        "ROLE_RANK": str(assign.role_rank_base + assign.place(local_rank)),
+        "ROLE_WORLD_SIZE": str(assign.role_world_size),
+        "MASTER_ADDR": start.master_addr,
+        "MASTER_PORT": str(start.master_port),
+        "TORCHELASTIC_RUN_ID": options.job.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(assign.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.job.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": str(options.share_store),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_text,
+        **_read_at_import(options, parent),
+    }
+    # The default of --rdzv-id is the same for all jobs: it would mix their curves in one run of a logger.
+    if (run_id := parent.get(RUN_ID_VARIABLE) or options.job.run_id) != RUN_ID_OF_ALL:
+        environment[RUN_ID_VARIABLE] = run_id
+    if start.job_uid:
+        environment["HOLDFAST_JOB_UID"] = start.job_uid
+    if start.before:
+        environment["HOLDFAST_PREVIOUS_END"] = start.before
+    if options.virtual_local_rank:
+        environment["LOCAL_RANK"] = "0"
+        environment["CUDA_VISIBLE_DEVICES"] = _own_device(parent, "CUDA_VISIBLE_DEVICES", local_rank)
+        if "HIP_VISIBLE_DEVICES" in parent:  # ROCm reads it first and would ignore the variable above
+            environment["HIP_VISIBLE_DEVICES"] = _own_device(parent, "HIP_VISIBLE_DEVICES", local_rank)
+    return environment
+
+
+def _read_at_import(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that libraries read when they are imported, so that the fork server needs them as well."""
+    found = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+    if options.omp_num_threads is not None:
+        found["OMP_NUM_THREADS"] = str(options.omp_num_threads)
+    if options.compile_threads is not None:
+        found["TORCHINDUCTOR_COMPILE_THREADS"] = str(options.compile_threads)
+    return found
+
+
+def _own_device(parent: Mapping[str, str], variable: str, local_rank: int) -> str:
+    """The only device that a worker with virtual local rank 0 may see."""
+    visible = parent.get(variable)
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise BindingError(
+            f"--virtual-local-rank: local rank {local_rank} has no device in {variable}={visible!r}.\n"
+            f"It names {len(devices)}; start at most that many processes."
+        )
+    return devices[local_rank].strip()
 
 
 def worker_fds(options: RunOptions, local_rank: int) -> dict[int, int]:
@@ -156,12 +240,8 @@ def script_argv(options: RunOptions) -> list[str]:
 
 
 def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that all workers get and that libraries read at import (see `worker_environment`)."""
-    common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
-    if options.omp_num_threads is not None:
-        common["OMP_NUM_THREADS"] = str(options.omp_num_threads)
-    if options.compile_threads is not None:
-        common["TORCHINDUCTOR_COMPILE_THREADS"] = str(options.compile_threads)
+    """Variables that all workers get and that libraries read at import."""
+    common = _read_at_import(options, environ)
     # torch reads one of them when it is imported: without them the fork server could make no worker.
     if options.cache_dir is not None:
         common |= compile_caches.variables(options.cache_dir, environ)

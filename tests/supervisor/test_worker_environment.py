@@ -9,8 +9,9 @@ from msgspec import structs
 
 from holdfast.protocol.errors import BindingError
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand, worker_environment
+from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits
+from holdfast.supervisor.worker_command import worker_environment
 
 ASSIGN = Assign(
     generation=4,
