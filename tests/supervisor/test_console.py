@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.protocol.options import LogOptions, Std, StreamChoice
+from holdfast.protocol.options import LogOptions, Std
 from holdfast.supervisor import console as console_module
 from holdfast.supervisor.console import ERASE, Console, Terminal, TerminalPump
 from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
@@ -185,7 +185,7 @@ def set_size(fd: int, rows: int, columns: int) -> None:
 class Screen:
     """A terminal as both ends of a console, and what was written to it."""
 
-    def __init__(self, folder: Path, **options: StreamChoice) -> None:
+    def __init__(self, folder: Path, **options: dict[int, Std]) -> None:
         self.master, self.slave = os.openpty()
         modes = termios.tcgetattr(self.slave)
         modes[1] &= ~termios.OPOST
@@ -364,7 +364,7 @@ def test_said_lines_keep_the_transient_line_below(screen: Screen) -> None:
 
 
 def test_streams_that_are_not_shown_get_no_terminal(tmp_path: Path) -> None:
-    screen = Screen(tmp_path, redirects=StreamChoice(every=Std.OUT))
+    screen = Screen(tmp_path, redirects={0: Std.OUT})
     fds = screen.open(0)[0].fds
     assert fds.stdout is not None
     assert fds.stderr is not None

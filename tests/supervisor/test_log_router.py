@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from holdfast.protocol.errors import LogDirError
-from holdfast.protocol.options import LogOptions, Std, StreamChoice
+from holdfast.protocol.options import LogOptions, Std
 from holdfast.supervisor import log_tail
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
 from holdfast.supervisor.log_spool import KEPT_BYTES_MAX, WorkerStreams
 from tests.support.limits import limit_s, until
 
-TEE = StreamChoice(every=Std.ALL)
+TEE = dict.fromkeys(range(16), Std.ALL)
 
 
 class PipeConsole:
@@ -113,10 +113,10 @@ def fds_of_this_process() -> int:
     [
         ({}, b"n1:100| out\n", b"n1:100| err\n"),
         ({"tee": TEE}, b"[default0]:out\n", b"[default0]:err\n"),
-        ({"tee": StreamChoice(every=Std.OUT)}, b"[default0]:out\n", b"n1:100| err\n"),
-        ({"redirects": StreamChoice(every=Std.ALL)}, b"", b""),
-        ({"redirects": StreamChoice(every=Std.ERR)}, b"n1:100| out\n", b""),
-        ({"redirects": StreamChoice(every=Std.ALL), "tee": StreamChoice(every=Std.ERR)}, b"", b"[default0]:err\n"),
+        ({"tee": {0: Std.OUT}}, b"[default0]:out\n", b"n1:100| err\n"),
+        ({"redirects": {0: Std.ALL}}, b"", b""),
+        ({"redirects": {0: Std.ERR}}, b"n1:100| out\n", b""),
+        ({"redirects": {0: Std.ALL}, "tee": {0: Std.ERR}}, b"", b"[default0]:err\n"),
         ({"local_ranks_filter": frozenset({1})}, b"", b""),
         ({"ranks_filter": frozenset({0, 101})}, b"", b""),
         ({"ranks_filter": frozenset({100}), "local_ranks_filter": frozenset({0})}, b"n1:100| out\n", b"n1:100| err\n"),
@@ -128,7 +128,7 @@ def fds_of_this_process() -> int:
             b"<default/100/0/n1/${other}> err\n",
         ),
         ({"prefix_template": "", "tee": TEE}, b"out\n", b"err\n"),
-        ({"tee": StreamChoice(by_local_rank={1: Std.ALL})}, b"n1:100| out\n", b"n1:100| err\n"),
+        ({"tee": {1: Std.ALL}}, b"n1:100| out\n", b"n1:100| err\n"),
     ],
 )
 def test_each_stream_to_its_places(
@@ -151,8 +151,8 @@ def test_each_stream_to_its_places(
 
 
 def test_ranks_of_ten_and_more(pipe: PipeConsole, tmp_path: Path) -> None:
-    tee = StreamChoice(by_local_rank={10: Std.OUT, 11: Std.OUT})
-    redirects = StreamChoice(by_local_rank={9: Std.OUT})
+    tee = {10: Std.OUT, 11: Std.OUT}
+    redirects = {9: Std.OUT}
     node = Node(pipe.read_on(), tmp_path, tee=tee, redirects=redirects).open(*range(12))
     for rank in range(12):
         node.write(rank, b"%d\n" % rank)
@@ -331,7 +331,7 @@ def test_duplicate_filters_collect_teed_lines_of_passing_ranks(pipe: PipeConsole
     node = Node(
         pipe.read_on(),
         tmp_path,
-        tee=StreamChoice(by_local_rank={0: Std.ALL, 1: Std.OUT, 2: Std.ALL}),
+        tee={0: Std.ALL, 1: Std.OUT, 2: Std.ALL},
         local_ranks_filter=frozenset({0, 1}),
         duplicate_stdout_filters=("loss", "warn"),
         duplicate_stderr_filters=("error",),
@@ -447,7 +447,7 @@ def test_a_traceback_waits_for_its_verdict_while_the_next_attempt_is_opened(pipe
 
 def test_a_blocked_console_loses_nothing(pipe: PipeConsole, tmp_path: Path) -> None:
     line_count = 100_000  # of 52 bytes, twice: more than 10 MB
-    node = Node(pipe, tmp_path, tee=StreamChoice(every=Std.OUT), duplicate_stdout_filters=("99999",)).open(0, 1)
+    node = Node(pipe, tmp_path, tee={0: Std.OUT, 1: Std.OUT}, duplicate_stdout_filters=("99999",)).open(0, 1)
     text = b"".join(b"%051d\n" % number for number in range(line_count))
     for rank in (0, 1):
         node.write(rank, text)

@@ -31,7 +31,7 @@ from holdfast.protocol.errors import (
     ProcessesError,
     UsageError,
 )
-from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
+from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.ranks_text import ranks_of
 from holdfast.protocol.time_outs import TimeOut, inversions, ladder, sentence
@@ -376,9 +376,9 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
         name = flag_of(dest)
         if log_dir is None:
             notices.append(f"{name} has no effect: with --log-dir {os.devnull} there are no files")
-        elif not any(tee.for_rank(rank) & stream for rank in range(nproc)):
+        elif not any(tee.get(rank, Std.NONE) & stream for rank in range(nproc)):
             notices.append(f"{name} has no effect: it applies to streams that are teed (--tee {stream.value})")
-    if log_dir is None and any(redirects.for_rank(rank) for rank in range(nproc)):
+    if log_dir is None and any(redirects.get(rank) for rank in range(nproc)):
         notices.append(
             f"{parsed.as_written('redirects')} has no effect: with --log-dir {os.devnull} there are no files"
         )
@@ -396,10 +396,10 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
     )
 
 
-def streams(parsed: Parsed, dest: str, nproc: int, notices: list[str]) -> StreamChoice:
-    choice = parsed.converted(dest, stream_choice, LogOptionsError)
-    report_absent(parsed, dest, frozenset(choice.by_local_rank), nproc, notices)
-    return choice
+def streams(parsed: Parsed, dest: str, nproc: int, notices: list[str]) -> dict[int, Std]:
+    by_rank = parsed.converted(dest, lambda text: streams_by_rank(text, nproc), LogOptionsError)
+    report_absent(parsed, dest, frozenset(by_rank), nproc, notices)
+    return by_rank
 
 
 def report_absent(parsed: Parsed, dest: str, ranks: frozenset[int], nproc: int, notices: list[str]) -> None:
@@ -438,21 +438,21 @@ def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
 # --- texts of single options to values, and back ----------------------------------------------------------------------
 
 
-def stream_choice(text: str) -> StreamChoice:
-    """Read the value of -r and -t: one digit for all local ranks, or `RANK:DIGIT,...`; other ranks get 0.
+def streams_by_rank(text: str, nproc: int) -> dict[int, Std]:
+    """Read the value of -r and -t: one digit for all `nproc` local ranks, or `RANK:DIGIT,...`.
 
-    >>> stream_choice("0:3,12:1").for_rank(12)
-    <Std.OUT: 1>
+    >>> streams_by_rank("0:3,12:1", 13)
+    {0: <Std.ALL: 3>, 12: <Std.OUT: 1>}
     """
     if text in STREAMS:
-        return StreamChoice(every=Std(int(text)))
+        return dict.fromkeys(range(nproc), Std(int(text)))
     by_rank: dict[int, Std] = {}
     for item in text.split(","):
         rank, _, stream = item.partition(":")
         if not is_number(rank) or stream not in STREAMS:
             raise ValueError("must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or RANK:N,RANK:N")
         by_rank[int(rank)] = Std(int(stream))
-    return StreamChoice(by_local_rank=by_rank)
+    return by_rank
 
 
 def is_number(text: str) -> bool:

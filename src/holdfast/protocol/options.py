@@ -39,25 +39,15 @@ class WorkerCommand(Struct, frozen=True, kw_only=True):
     """Pass `--local-rank=N` before the user's arguments, as the legacy `launch` does."""
 
 
-class StreamChoice(Struct, frozen=True, kw_only=True):
-    """Value of `-r`/`-t`: one for all local ranks, or one for each (ranks that are not listed: NONE)."""
-
-    every: Std = Std.NONE
-    by_local_rank: dict[int, Std] = {}
-
-    def for_rank(self, local_rank: int) -> Std:
-        if self.by_local_rank:
-            return self.by_local_rank.get(local_rank, Std.NONE)
-        return self.every
-
-
 class LogOptions(Struct, frozen=True, kw_only=True):
     log_dir: str | None
     """Absolute path of the folder that holds run folders; None for `--log-dir /dev/null`: no files at all."""
     log_dir_named: bool = True
     """The user has named it; otherwise it is our default, and another one will do."""
-    redirects: StreamChoice = StreamChoice()
-    tee: StreamChoice = StreamChoice()
+    redirects: dict[int, Std] = {}
+    """Streams that go to files only, by local rank; none of a rank that is not in it."""
+    tee: dict[int, Std] = {}
+    """Streams that go to files and, with torchrun's prefix, to the console, by local rank."""
     local_ranks_filter: frozenset[int] | None = None
     """Local ranks shown on the console; None: all."""
     ranks_filter: frozenset[int] | None = None

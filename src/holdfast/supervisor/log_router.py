@@ -315,8 +315,8 @@ class LogRouter:
         """The descriptor for the worker; if the stream goes to the console, its tail is added to `shown`."""
         fd = spool.writer()
         self._fds.setdefault(worker.local_rank, []).append(fd)
-        teed = bool(self._options.tee.for_rank(worker.local_rank) & std)
-        redirected = bool(self._options.redirects.for_rank(worker.local_rank) & std)
+        teed = bool(self._options.tee.get(worker.local_rank, Std.NONE) & std)
+        redirected = bool(self._options.redirects.get(worker.local_rank, Std.NONE) & std)
         if not self._passes(worker) or (redirected and not teed):
             return fd
         # Lines with a prefix of torchrun's may be read by programs: they are not folded.
@@ -361,7 +361,7 @@ class LogRouter:
 
     def _filter(self, worker: WorkerSlot, streams: WorkerStreams) -> None:
         for std, needles, group in self._filtered:
-            if self._passes(worker) and self._options.tee.for_rank(worker.local_rank) & std:
+            if self._passes(worker) and self._options.tee.get(worker.local_rank, Std.NONE) & std:
                 spool = streams.stdout if std is Std.OUT else streams.stderr
                 assert spool is not None
                 group.add(StreamTail(spool, self._prefix(worker, teed=True), needles=needles))
@@ -437,6 +437,5 @@ def file_size_limit() -> int | None:
 
 
 def _wants_files(options: LogOptions) -> bool:
-    choices = (options.redirects, options.tee)
-    named = any(choice.every or any(choice.by_local_rank.values()) for choice in choices)
-    return named or bool(options.duplicate_stdout_filters or options.duplicate_stderr_filters)
+    chosen = any(options.redirects.values()) or any(options.tee.values())
+    return chosen or bool(options.duplicate_stdout_filters or options.duplicate_stderr_filters)
