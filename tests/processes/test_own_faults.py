@@ -115,8 +115,8 @@ from holdfast.runtime.node_extension import Node
 Node.view = broken
 from holdfast.supervisor.stack_sampler import StackSampler
 StackSampler.look = broken
-from holdfast.supervisor import evidence
-evidence.SHM = None
+from holdfast.supervisor import ends
+ends.SHM = None
 from holdfast.extensions.torch_events.node import TorchEvents
 TorchEvents.heard = broken
 from holdfast.diagnosis import causes, hangs, screen

@@ -19,7 +19,7 @@ from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Finding, HangKind, RankStory
 from holdfast.supervisor.board import Board
-from holdfast.supervisor.evidence import read_error_file
+from holdfast.supervisor.ends import read_error_file
 from holdfast.supervisor.stack_sampler import StackSampler
 from holdfast.supervisor.worker_command import BOOTSTRAP
 from tests.support.limits import limit_s, until

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
-from holdfast.supervisor import evidence
-from holdfast.supervisor.ends import OomWatch, failure_of_spawn
-from holdfast.supervisor.evidence import (
+from holdfast.supervisor import ends
+from holdfast.supervisor.ends import (
     MESSAGE_BYTES_MAX,
+    OomWatch,
     Recorded,
     facts_for,
+    failure_of_spawn,
     read_error_file,
     read_tail,
     with_evidence,
@@ -210,7 +211,7 @@ def test_who_holds_the_port() -> None:
 
 
 def test_what_cannot_be_found_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "SHM", "/no/such/place")
+    monkeypatch.setattr(ends, "SHM", "/no/such/place")
     assert "shm" not in facts_for("insufficient shared memory", 1)
 
 
@@ -224,7 +225,7 @@ def test_the_failure_carries_them(tmp_path: Path) -> None:
 def test_the_disk_that_the_words_name_is_looked_at() -> None:
     assert "/proc/self " not in facts_for("OSError: [Errno 28] No space left on device", 1)["disks"]
     words = "OSError: [Errno 28] No space left on device: '/proc/self/step_900.pt'"
-    assert "/proc/self 0% full" in evidence.disks("", words)
+    assert "/proc/self 0% full" in ends.disks("", words)
 
 
 def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp_path: Path) -> None:
@@ -233,8 +234,8 @@ def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp
         "/dev/sda / ext4 rw,relatime 0 0\nproc /proc proc rw 0 0\nhead:/home /home nfs4 rw 0 0\n"
         "/dev/sr0 /cd ext4 ro,nosuid 0 0\n/dev/sdb /my\\040data xfs rw 0 0\ngcs /b fuse.gcsfuse rw 0 0\n"
     )
-    assert evidence.mounted(str(mounts)) == ["/", "/my data"]
-    assert evidence.mounted(str(tmp_path / "none")) == []
+    assert ends.mounted(str(mounts)) == ["/", "/my data"]
+    assert ends.mounted(str(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(
