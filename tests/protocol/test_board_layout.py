@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from holdfast.protocol import board_layout
-from holdfast.protocol.train_contract import channel_name
+from holdfast.protocol.board_layout import channel_name
 from holdfast.supervisor.board import Board
 
 

@@ -30,10 +30,11 @@ from holdfast.agent.events import (
 from holdfast.agent.local_generation import Work
 from holdfast.diagnosis.causes.find import cause_of
 from holdfast.journal import Journal
+from holdfast.protocol.board_layout import channel_name
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.protocol.train_contract import Survive, channel_name
+from holdfast.protocol.train_contract import Survive
 from holdfast.run_folder import RunFolder
 from holdfast.runtime.node_extension import NodeExtensions
 from holdfast.runtime.worker_group import WorkerGroup

@@ -20,8 +20,8 @@ from torch.distributed import TCPStore
 from holdfast import memory_folder, seqpacket
 from holdfast.memory_folder import MemoryFolder
 from holdfast.protocol import train_contract
-from holdfast.protocol.board_layout import BOARD_VARIABLE
-from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE
 from tests.support.limits import until
 from tests.warm_jobs import Started, WarmJobs
 

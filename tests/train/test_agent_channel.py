@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL
-from holdfast.protocol.train_contract import channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL, channel_name
 from holdfast.train.agent_channel import (
     MODULE_CALL,
     AgentChannel,

@@ -1,8 +1,8 @@
 """Layout of the board: a small shared memory of an agent and its workers, for one generation.
 
 It consists of words of 8 bytes in native byte order, each written by one side only: a header, written by the agent,
-then a slot for each local rank, written by its worker. Imports nothing: the bootstrap loads it by its path, under any
-Python.
+then a slot for each local rank, written by its worker. Its file also gives the socket for messages its name. Imports
+nothing: the bootstrap loads it by its path, under any Python.
 """
 
 from __future__ import annotations
@@ -99,6 +99,16 @@ sleeping workers get it: a running thread changes its stack while it is read, wh
 LOOK_MAIN_SIGNAL = 61
 """SIGRTMAX - 3: a thread that catches it writes its own stack, and no other. The main thread of a running worker gets
 it: the stack of an interrupted thread does not change."""
+
+
+def channel_name(inode: int) -> bytes:
+    """The name of the socket at which the agent listens for messages of the workers on this board, in the kernel's
+    abstract name space. `inode`: that of the board's file.
+
+    Two containers may share that name space and have agents with the same process id, but no two files in memory have
+    the same inode.
+    """
+    return b"\0holdfast-board-%d" % inode
 
 
 def size_bytes(nproc: int) -> int:

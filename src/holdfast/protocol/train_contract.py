@@ -1,9 +1,9 @@
-"""The contract between the launcher and `holdfast.train`: variables, the channel of `ht.survive`, and the programs of
+"""The contract between the launcher and `holdfast.train`: variables, what `ht.survive` is told, and the programs of
 train that the launcher starts. PURE, standard library only.
 
 Neither side imports the other: train runs in the worker, under the user's Python, and the launcher starts what it needs
-of it by path. Both know in addition the errors (errors.py), the board (board_layout.py) and the shared-memory folder
-(memory_folder.py).
+of it by path. Both know in addition the errors (errors.py), the board with its channel (board_layout.py), and the
+shared-memory folder (memory_folder.py).
 
 The agent and the saver exchange messages as in seqpacket.py:
 
@@ -48,16 +48,6 @@ REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
 """Variable of a worker that is started while the others run: it gets its place when it is ready."""
 WHY_CHARACTERS_MAX = 4096
 """Limit of the reason why a worker cannot go on (characters)."""
-
-
-def channel_name(inode: int) -> bytes:
-    """The name of the socket at which the agent listens for messages of the workers on this board, in the kernel's
-    abstract name space. `inode`: that of the board's file.
-
-    Two containers may share that name space and have agents with the same process id, but no two files in memory have
-    the same inode.
-    """
-    return b"\0holdfast-board-%d" % inode
 
 
 # --- programs of train ------------------------------------------------------------------------------------------------

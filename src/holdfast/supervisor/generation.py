@@ -21,12 +21,12 @@ from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, Work
 from holdfast.agent.local_generation import Work
 from holdfast.journal import Journal
 from holdfast.linux import process_stat
-from holdfast.protocol.board_layout import BOARD_VARIABLE
+from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.rank_progress import RankProgress
-from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, SURVIVE_VARIABLE, Survive, channel_name
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, SURVIVE_VARIABLE, Survive
 from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.channel import (
     AtGate,

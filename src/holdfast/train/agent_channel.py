@@ -30,8 +30,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL
-from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL, channel_name
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE
 
 WHY_CHARACTERS_MAX = 4096
 """Length of the reason why a worker cannot go on."""
