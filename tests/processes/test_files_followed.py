@@ -68,7 +68,7 @@ while not should_stop():
         began_s = None
     time.sleep(0.01)
 """
-LIMITS = {"a worker's death": 29, "a save": 16, "status": 9}
+LIMITS = {"a worker's death": 28, "a save": 16, "status": 8}
 """Number of files at most. A death is detected, judged, shown on the console, and followed by another generation: the
 judgement alone has eight files, and the logs and the console have six."""
 Window = tuple[float, float]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from holdfast.doctor.machine_state import GpuState, MachineState, Slowdown
+from holdfast.extensions.stragglers.coordinator import Straggler, Stragglers
 from holdfast.extensions.stragglers.messages import GpuClocks, ReadClocks
 from holdfast.extensions.stragglers.node import OnNode
-from holdfast.extensions.stragglers.straggler_detector import Straggler, Stragglers
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from holdfast.protocol.throughput import Throughput
 from tests.coordinator.coordinator_harness import running, steps
