@@ -202,6 +202,24 @@ def test_without_any_state_an_object_from_before_the_function_begins_anew_too(
     same_training(ends, reference)
 
 
+def test_without_any_state_data_of_another_library_from_before_the_function_restart_all(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would go on where they are, and the samples of the steps that are given up would never be trained."""
+    monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
+    case = {"memory": 2, "steps": 6, "epochs": 1, "before": "stream", "plain": True}
+    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
+        agent.ended([1])
+        agent.release([0, 2])
+        agent.await_said([0, 2], "gate", generation=2)
+        replace_without_memory(agent)
+        agent.await_said([0, 2], "refuse")
+        (why,) = {message["why"] for _, message in agent.heard if message["is"] == "refuse"}
+        assert "loader (Stream) was made before the training function" in why
+
+
 def test_nobody_waits_for_the_part_of_a_rank_that_was_lost_in_a_save_to_the_disk(
     jobs: WarmJobs,  # noqa: F811
     tmp_path: Path,

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast import own_folders
-from holdfast.protocol.errors import ProcessGroupError
+from holdfast.protocol.errors import ProcessGroupError, TrackingError
 from holdfast.train import state_codec as codec
 from holdfast.train.kept import KeptState
 from holdfast.train.replicas import total
@@ -84,6 +84,7 @@ class FirstStates:
     def __init__(self, others: Mapping[str, Any]) -> None:
         # Data of other libraries are not asked, as in `OwnObjects.mark`: torchdata's loader begins to read then.
         data = unknown_data(others)
+        self._data = {name: _reference(each) for name, each in data.items()}
         self._kept = {
             name: (_reference(each), copy.deepcopy(each.state_dict()))
             for name, each in others.items()
@@ -91,7 +92,14 @@ class FirstStates:
         }
 
     def give_back(self, others: Mapping[str, Any]) -> None:
-        """Give those objects that are still there the states that they had."""
+        """Give those objects that are still there the states that they had. Raises TrackingError for data of other
+        libraries: they go on where they are, and would leave out what the steps that are given up have read."""
+        for name, reference in self._data.items():
+            if (present := others.get(name)) is not None and present is reference():
+                raise TrackingError(
+                    f"no state is complete, and {name} ({type(present).__name__}) was made before the training "
+                    "function: it cannot begin again in this process"
+                )
         for name, (reference, state) in self._kept.items():
             present = others.get(name)
             if present is not None and present is reference():

@@ -311,7 +311,7 @@ class Remaker:
 
     def begin_anew(self, tracker: Tracker) -> None:
         """A call found no state and begins at step 0: objects that were made before the function have seen steps."""
-        self._first_states.give_back(tracker.others)
+        self._calls.refusing_errors(lambda: self._first_states.give_back(tracker.others))
 
     def resumed(self, steps_lost: int) -> None:
         """Everything that is tracked has its state. `steps_lost`: steps that are done again."""

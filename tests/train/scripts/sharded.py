@@ -12,7 +12,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -167,6 +167,32 @@ def made_loader(ranks: tuple[int, int] | None) -> ht.DataLoader[torch.Tensor]:
     return ht.DataLoader(Rows(), GLOBAL, True, global_batch_size=GLOBAL, seed=7, ranks=ranks)
 
 
+def made_before(before: str | None) -> Any:
+    """A loader that is made before the training function; None: there is none."""
+    if before == "stream":
+        return Stream()
+    return made_loader((0, 1) if before == "ranks" else None) if before in ("loader", "ranks") else None
+
+
+class Stream:
+    """Data of another library: only its position is known."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rows = Rows()
+        while self.at < CASE["steps"]:
+            self.at += 1
+            yield torch.stack([rows[self.at]] * 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -305,7 +331,7 @@ def main() -> None:
         torch.manual_seed(1)
         come_late(snaps)
         before = CASE.get("before")
-        loader_before = made_loader((0, 1) if before == "ranks" else None) if before in ("loader", "ranks") else None
+        loader_before = made_before(before)
         mesh = pg.mesh(shard=-1) if before == "mesh" else None
         older_model = Net() if before == "plain" else made(pg) if before in ("model", "resumed") else None
         if before == "resumed":
