@@ -1,4 +1,4 @@
-"""The contract between the launcher and `holdfast.train`: variables, what `ht.survive` is told, and the programs of
+"""The contract between the launcher and `holdfast.train`: variables, options of `ht.survive`, and the programs of
 train that the launcher starts. PURE, standard library only.
 
 Neither side imports the other: train runs in the worker, under the user's Python, and the launcher starts what it needs
