@@ -217,7 +217,7 @@ class Recall(AgentMessage, frozen=True, tag="recall"):
     lost_s: Seconds
     """Time since it lost its coordinator (s)."""
     patience_s: Seconds = 0.0
-    """The sender waits this long before it joins, or the coordinator that it follows is reported again before."""
+    """The time for which the receiver is to form nothing (s): the sender joins after it, or reports again before."""
     follows: bool = False
     """The sender follows a coordinator: the job lives."""
 
