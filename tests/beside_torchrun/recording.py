@@ -96,7 +96,8 @@ CHANCE = [
     (re.compile(r"_[a-z0-9_]{8}(?=/|\\?\"|$)"), "_<chance>"),
     (re.compile(r" at 0x[0-9a-f]+"), ""),
     (re.compile(r"pipe:\[\d+\]"), "pipe"),
-    (re.compile(r'"(pynvml|ctypes\.util)", '), ""),  # torch imports the first where it is installed, and that the second
+    # torch imports pynvml where it is installed, and that imports ctypes.util
+    (re.compile(r'"(pynvml|ctypes\.util)", '), ""),
     (re.compile(r"/proc/\d+/fd/\d+@\d+"), "<board>"),
     (re.compile(r"/dev/shm/holdfast-[\w-]+@"), "<saver>@"),
     (re.compile(r"pytest-\d+/(popen-gw\d+/)?(?=home)"), ""),
