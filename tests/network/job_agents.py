@@ -209,7 +209,7 @@ class JobAgents:
         self._read_bytes += whole
         for line in text[:whole].splitlines():
             self._take(json.loads(line))
-        return sorted(self._generations, key=lambda generation: generation.born_s)
+        return sorted(self._generations, key=lambda generation: generation.began_s)
 
     def _take(self, note: dict[str, Any]) -> None:
         key = (note["master"], note["port"], note["restarts"])
@@ -238,7 +238,7 @@ class JobAgents:
         """No two generations were alive at once (for longer than `overlap_s`), and none gave a rank twice."""
         generations = self.generations
         for first, second in combinations(generations, 2):
-            both_s = first.last_s() - second.born_s
+            both_s = first.last_s() - second.began_s
             assert both_s <= overlap_s, f"two generations were alive together for {both_s:.3f} s\n{self.story()}"
         for generation in generations:
             ranks = [worker.rank for worker in generation.workers.values()]

@@ -232,7 +232,7 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
         with saver(tmp_path, before + 1, before + 1000) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "begun\n"
-            time.sleep(chance.uniform(0, 0.15))
+            time.sleep(chance.uniform(0, 0.15 * (1 + life // 8)))  # longer on a machine where none commits in that time
             process.kill()
         found = folder.survey(tmp_path)
         assert not found.problems
