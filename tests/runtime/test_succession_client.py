@@ -25,6 +25,7 @@ from holdfast.runtime.succession import SuccessionClient
 from holdfast.runtime.witness_service import Witness
 from tests.runtime.peers import TOKEN, service, settled
 from tests.support.limits import limit_s
+from tests.support.ports import free_port
 from tests.support.simulator.nodes import simple_judge
 
 JOB = JobSpec(run_id="j", min_nodes=1, max_nodes=3, backend="c10d")
@@ -100,9 +101,7 @@ async def agents(*names: str, token: bytes | None = None) -> AsyncIterator[list[
 
 
 def free_endpoint() -> Endpoint:
-    place = claim(Endpoint(host="127.0.0.1", port=0))
-    place.close()
-    return place.endpoint
+    return Endpoint(host="127.0.0.1", port=free_port())
 
 
 @pytest.mark.parametrize("token", [None, TOKEN])

@@ -553,8 +553,10 @@ def test_first_states_ask_no_loader_of_another_library_and_hold_nothing() -> Non
     assert gone() is None
     fresh = Counter()
     fresh.count = 7
-    first.give_back({"kept": kept, "made again": fresh, "loader": loader})
-    assert (kept.count, fresh.count, loader.count) == (0, 7, 5)
+    first.give_back({"kept": kept, "made again": fresh, "loader": Loader()})
+    assert (kept.count, fresh.count) == (0, 7)
+    with pytest.raises(TrackingError, match=r"loader \(Loader\) was made before the training function"):
+        first.give_back({"kept": kept, "loader": loader})
 
 
 def test_a_wrapper_of_an_optimizer_that_is_tracked_is_enough(tmp_path: Path) -> None:
