@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.train.quarantine import PREVIOUS_END
+from tests.support.fake_agent import FakeAgent
 from tests.support.limits import until
 from tests.train.test_survival import (
     WORLD,
@@ -156,7 +157,7 @@ def test_a_loss_before_the_first_state_in_memory_begins_alike(
     same_training(with_replacements(jobs, tmp_path / "lost", SCRIPT, losses, **case).ends, reference)
 
 
-def replace_without_memory(agent: Any) -> None:
+def replace_without_memory(agent: FakeAgent) -> None:
     """A replacement of rank 1 comes, and all go on. Nothing of the lost rank is left in memory."""
     for path in agent.memory.path.glob("1.[0-2]"):
         path.unlink()
@@ -166,13 +167,18 @@ def replace_without_memory(agent: Any) -> None:
     agent.go([0, 1, 2])
 
 
+def others_come_to_the_gate(agent: FakeAgent) -> None:
+    """Rank 1 has ended."""
+    agent.ended([1])
+    agent.release([0, 2])
+    agent.await_said([0, 2], "gate", generation=2)
+
+
 def test_from_the_disk_if_the_memory_of_a_lost_rank_is_lost_too(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
     case = {"disk": 2, "memory": 100, "steps": 6, "epochs": 1}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
     with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
-        agent.ended([1])
-        agent.release([0, 2])
-        agent.await_said([0, 2], "gate", generation=2)
+        others_come_to_the_gate(agent)
         until(lambda: [*(tmp_path / "lost/runs").glob("step_000000004.*")], "the newest save is complete")
         replace_without_memory(agent)
         ends = finished(agent, tmp_path / "lost")
@@ -192,9 +198,7 @@ def test_without_any_state_an_object_from_before_the_function_begins_anew_too(
     case = {"memory": 2, "steps": 6, "epochs": 1, **({"before": before} if before else {})}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
     with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
-        agent.ended([1])
-        agent.release([0, 2])
-        agent.await_said([0, 2], "gate", generation=2)
+        others_come_to_the_gate(agent)
         replace_without_memory(agent)
         ends = finished(agent, tmp_path / "lost")
     for each in ends:
@@ -211,9 +215,7 @@ def test_without_any_state_data_of_another_library_from_before_the_function_rest
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
     case = {"memory": 2, "steps": 6, "epochs": 1, "before": "stream", "plain": True}
     with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
-        agent.ended([1])
-        agent.release([0, 2])
-        agent.await_said([0, 2], "gate", generation=2)
+        others_come_to_the_gate(agent)
         replace_without_memory(agent)
         agent.await_said([0, 2], "refuse")
         (why,) = {message["why"] for _, message in agent.heard if message["is"] == "refuse"}

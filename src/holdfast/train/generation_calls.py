@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from holdfast.protocol.errors import HoldfastError, NoValidSnapshotError, ReplicasDifferError, TrackingError
 from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, WHY_CHARACTERS_MAX
-from holdfast.train import torch_private
 from holdfast.train.accumulation import forget_pending
 from holdfast.train.agent_channel import AgentChannel, ChannelLostError, Go, Release
 from holdfast.train.agreement import Peers
@@ -221,11 +220,7 @@ class GenerationCalls:
 
     def _cut(self) -> None:
         """End every wait in the process group. The channel's thread calls this."""
-        self._connection.sockets.cut()
-        if self._connection.on_nccl and dist.is_initialized():
-            torch_private.abort_groups()
-        else:
-            torch_private.end_gloo_operations()
+        self._connection.end_operations()
 
     def is_consequence(self, error: BaseException) -> bool:
         """Whether a loss, or a regroup, made the training function raise this. For an error of the process group it

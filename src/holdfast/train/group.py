@@ -141,6 +141,14 @@ class GroupConnection:
     entering: Callable[[Any], object] = lambda _: None
     """A function that is called with that store, before the ranks of the generation wait for each other."""
 
+    def end_operations(self) -> None:
+        """End every operation of the group's ranks in this process. Any thread may call it, and again."""
+        self.sockets.cut()
+        if not self.on_nccl:
+            torch_private.end_gloo_operations()
+        elif dist.is_initialized():  # else it has aborted them before
+            torch_private.abort_groups()
+
     @contextlib.contextmanager
     def wrapping_once(self) -> Iterator[None]:
         """Let torch wrap the original hook when a group is made in this block, not its own wrapper of an earlier group:
@@ -253,8 +261,7 @@ def _destroy(group: ProcessGroup) -> None:
         torch_private.abort_groups()
     else:
         # This rank may have come here by itself: then operations in other threads still wait.
-        group.connection.sockets.cut()
-        torch_private.end_gloo_operations()
+        group.connection.end_operations()
         groups = torch_private.all_groups()
         dist.destroy_process_group()
         _forget_kept(groups)
