@@ -228,6 +228,14 @@ def test_ctrl_c_while_we_are_being_imported_is_one_line(module: str, tmp_path: P
     assert (done.returncode, done.stderr) == (130, "holdfast: ended by Ctrl-C; exit code 130\n")
 
 
+def test_ctrl_c_while_a_named_tuple_is_made_has_the_same_exit_code(tmp_path: Path) -> None:
+    """Its definition is a string that Python runs. `python -m` would end by SIGINT after a KeyboardInterrupt in one."""
+    interrupted = "holdfast.cli.run_line = lambda _: exec('import signal; signal.raise_signal(signal.SIGINT)')"
+    (tmp_path / "command.py").write_text(f"import holdfast.cli\n{interrupted}\nholdfast.cli.entry()\n")
+    done = subprocess.run([sys.executable, "-m", "command"], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "holdfast: ended by Ctrl-C; exit code 130\n")
+
+
 def test_the_command_is_imported_before_anybody_can_press_ctrl_c() -> None:
     """What Python's own start did not load costs time in which Ctrl-C shows our imports' traceback."""
     program = f"import sys; sys.path[:0] = {sys.path!r}; import holdfast.cli; print(*sys.modules)"

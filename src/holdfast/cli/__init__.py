@@ -91,13 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> NoReturn:
     """The console script: run main(), then exit."""
     status = main()
-    if sys.argv[1:2] in (["run"], ["launch"]):
+    # After a Ctrl-C in an import that defines a dataclass or a named tuple, `python -m holdfast` would end by SIGINT
+    # instead of with our exit code, although the exception was handled.
+    if status == EXIT_INTERRUPTED or sys.argv[1:2] in (["run"], ["launch"]):
         leave(status)
     sys.exit(status)
 
 
 def leave(status: int) -> NoReturn:
-    """End the agent's process without the interpreter's shutdown, which takes time: the job ends with this process."""
+    """End this process without the interpreter's shutdown, which takes time: a job ends with its agent's process."""
     # Buffers are written first, as the shutdown would do.
     try:
         for stream in (sys.stdout, sys.stderr):

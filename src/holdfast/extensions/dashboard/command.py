@@ -47,6 +47,8 @@ def main_dashboard(argv: Sequence[str]) -> int:
 
     chosen = dashboard_parser().parse_args(argv)
     import_packages()
+    # Takes a moment, in which nobody should wait for the page: so it is before the link.
+    web_app = import_module("holdfast.dashboard.web_app")
     try:
         place = serving_place(chosen.port)
     except ValueError as error:
@@ -62,7 +64,7 @@ def main_dashboard(argv: Sequence[str]) -> int:
         if not chosen.no_open and any(map(os.environ.get, SCREENS)):
             # A browser in a terminal, or one that BROWSER names, may not return before its user leaves it.
             Thread(target=webbrowser.open, args=(link,), daemon=True).start()
-        asyncio.run(import_module("holdfast.dashboard.web_app").show(sock, credentials, name, folders, pid))
+        asyncio.run(web_app.show(sock, credentials, name, folders, pid))
     return 0
 
 
