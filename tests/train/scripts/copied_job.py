@@ -32,7 +32,7 @@ with ht.process_group() as group:
         hybrid = {"mesh_shape": (2, group.world // 2), "mesh_dim_names": ("replicas", "shards")}
         mesh = init_device_mesh("cpu", **hybrid) if kind == "hsdp" else init_device_mesh("cpu", (group.world,))
         fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     torch.manual_seed(group.rank)
     options = ht.SnapshotOptions(copies_bytes_per_s=float(sys.argv[4]) if sys.argv[4:] else None)
     with ht.Snapshots(folder / "runs", every=None, memory_every=4, copies=1, options=options) as snaps:

@@ -46,7 +46,7 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

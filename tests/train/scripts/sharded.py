@@ -350,7 +350,9 @@ def main() -> None:
                 for each in model.blocks:
                     each.compile(backend="aot_eager")
             older.append(weakref.ref(model))
-            adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+            # Without `foreach` torch finds out for each shape and operation how it is sharded, in each process.
+            sharded_alike = len({type(each.data) for each in model.parameters()}) == 1
+            adam = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=sharded_alike)
             schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
             loader = loader_before or made_loader(ranks_of_data(pg))
             own = {} if stopping is None else {"stopping": stopping}

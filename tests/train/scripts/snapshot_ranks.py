@@ -77,7 +77,9 @@ def build(kind: str, seed: int = 0, net: type[nn.Module] = Net) -> tuple[nn.Modu
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copy", "shard"))
         fully_shard(model, mesh=mesh)
     weights = [each for each in model.parameters() if each.requires_grad]
-    return model, torch.optim.AdamW([{"params": weights[:2], "lr": 0.02}, {"params": weights[2:]}], lr=0.01)
+    return model, torch.optim.AdamW(
+        [{"params": weights[:2], "lr": 0.02}, {"params": weights[2:]}], lr=0.01, foreach=True
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
