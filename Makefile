@@ -202,11 +202,11 @@ $(VENV)/.dev: $(VENV)/.python $(PACKAGING)
 	@$(BIN)/python -m compileall -q src
 	@touch $@
 
-# Everything but torch as elsewhere.
+# Everything but torch, and what torch asks for in a version of its own, as elsewhere.
 .venv-torch-%/.dev: $(PACKAGING)
 	@echo "installing torch $* and the development tools into .venv-torch-$* (once) ..."
 	@$(PYTHON) -m venv .venv-torch-$*
-	@grep -v -e '^torch==' -e '^sympy==' -e '^triton==' constraints.txt > .venv-torch-$*/constraints.txt
+	@grep -v -e '^torch==' -e '^sympy==' -e '^triton==' -e '^setuptools==' constraints.txt > .venv-torch-$*/constraints.txt
 	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$* numpy scikit-learn
 	@.venv-torch-$*/bin/python -m compileall -q src
 	@touch $@

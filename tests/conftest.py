@@ -428,14 +428,14 @@ def torch_lacks() -> dict[str, str]:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def meshes_made_again(torch_lacks: dict[str, str]) -> None:
     """For tests of sharded models in `ht.survive`: skips them where torch lacks what that needs."""
     if torch_lacks["meshes"]:
         pytest.skip(torch_lacks["meshes"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fsdp_on_cpus(torch_lacks: dict[str, str]) -> None:
     """For tests with FSDP2: skips them where torch has it on GPUs alone."""
     if torch_lacks["fsdp"]:

@@ -23,6 +23,7 @@ COPIED_NODES = Path(__file__).parent / "scripts" / "copied_nodes.py"
 LOSSES = 6
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_lost_nodes_are_made_good_from_memory(warm: Warm, tmp_path: Path) -> None:
     """FSDP2: nothing is on the disk, and each loss takes half of everything with it, at any moment.
     Losses come faster than the survivor's rescues would give up, and every second one before the first step. At last

@@ -69,6 +69,7 @@ def test_multigpu_torchrun_goes_on_with_another_world(warm: Warm, tmp_path: Path
     assert accuracy(second) >= ACCURACY_MIN
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_a_character_model_drained_and_gone_on_with_fsdp(warm: Warm, tmp_path: Path) -> None:
     """DDP on two ranks, asked to stop in the middle; FSDP2 on three ranks from there. Beside it one plain process."""
     place = tmp_path / "charmodel"

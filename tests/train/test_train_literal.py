@@ -103,6 +103,7 @@ def test_a_second_start_of_a_finished_job_finds_nothing_left(warm: Warm, tmp_pat
 # --- micro_batches=4 --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_a_number_of_batches_is_exact_at_the_tail_on_any_number_of_ranks(warm: Warm) -> None:
     told = warm.found(SCRIPTS / "loss_curves.py", "tail", timeout=150)
     expected = told.pop("by hand")

@@ -237,6 +237,7 @@ def test_an_unknown_reaction_is_refused() -> None:
         ht.SnapshotOptions(nonfinite="ignore")  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 @pytest.mark.parametrize("action", ["report", "stop", "stop at the end"])
 def test_the_first_rank_is_named_with_tensor_and_step(warm: Warm, tmp_path: Path, action: str) -> None:
     """A shard of rank 1, in memory after each step, and on the disk after every second one. The savers find it while they

@@ -163,6 +163,7 @@ def test_it_is_the_same_whether_ddp_or_the_module_in_it_is_tracked(warm: Warm, t
     assert weights_again == weights
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_shards_are_compared_with_their_replicas(warm: Warm, tmp_path: Path) -> None:
     found = warm.found(SCRIPT, "hsdp", tmp_path)
     for error in found["said"]:

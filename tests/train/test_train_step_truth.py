@@ -133,6 +133,7 @@ def test_all_ranks_count_again_in_another_world() -> None:
         assert pending.at_step() is WherePending.HERE
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_gradients_that_fsdp_keeps_beside_its_parameters_are_pending(warm: Warm, tmp_path: Path) -> None:
     """Three batches make an optimizer step, added up by hand: `.grad` is None until the third."""
     assert warm.found(PENDING_RANKS.with_name("replica_ranks.py"), "accumulated", str(tmp_path)) == [[3, 6], [3, 6]]

@@ -26,6 +26,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "storage_ranks.py"
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120)]
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_saved_by_torch_on_two_ranks_loaded_on_any(warm: Warm, tmp_path: Path) -> None:
     found = warm.found(SCRIPT, "dcp", tmp_path)
     reference = found["saved"][0]["state"]
@@ -40,6 +41,7 @@ def test_saved_by_torch_on_two_ranks_loaded_on_any(warm: Warm, tmp_path: Path) -
     assert files == ["MANIFEST.json", *(f"rank_0000{n}.{kind}" for n in (0, 1) for kind in ("json", "safetensors"))]
 
 
+@pytest.mark.usefixtures("fsdp_on_cpus")
 def test_torch_loads_what_snapshots_saved(warm: Warm, tmp_path: Path) -> None:
     found = warm.found(SCRIPT, "tracked", tmp_path)
     for name, results in found["loaded"].items():
@@ -211,7 +213,7 @@ def test_dcp(saved, tmp_path: Path) -> None:
     folder, model, _, _ = saved
     assert export.main([str(folder), "--to", str(tmp_path / "out"), "--format", "dcp"]) == 0
     into = {"model": {key: torch.zeros_like(each) for key, each in model.state_dict().items()}}
-    dcp_load(into, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
+    dcp_load(into, storage_reader=FileSystemReader(tmp_path / "out"))
     assert same(into["model"], dict(model.state_dict()))
 
 

@@ -85,6 +85,10 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
     def shutdown(self) -> bool:
         """End the membership. torchrun calls this after success and after failure; only the exception that is being
         handled distinguishes them."""
+        # torch 2.6: its agent calls this at its end, too, before torchrun does. Then it is not known yet whether its
+        # workers have failed; and after a signal this node leaves, and the job goes on.
+        if sys._getframe(1).f_code.co_name == "_shutdown":
+            return False
         error = sys.exception()
         return self._membership.end("" if error is None else f"{type(error).__name__}")
 

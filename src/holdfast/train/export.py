@@ -78,7 +78,7 @@ def to_dcp(snapshot: Snapshot, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is no process group
         try:
-            save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+            save(state, storage_writer=FileSystemWriter(path))
         except CheckpointException as error:  # it is a BaseException
             raise RuntimeError(str(error)) from error
 
