@@ -319,6 +319,13 @@ def what_is_there(step: int, model: nn.Module, adam: Any, schedule: Any) -> dict
     }
 
 
+def adam_for(model: nn.Module) -> torch.optim.Adam:
+    """Without `foreach` torch finds out for each shape and operation how it is sharded, in each process. With it, it takes
+    no plain parameters beside sharded ones."""
+    alike = len({type(each.data) for each in model.parameters()}) == 1
+    return torch.optim.Adam(model.parameters(), lr=1e-2, foreach=alike)
+
+
 def main() -> None:
     in_saves()
     disk = CASE.get("disk")
@@ -350,9 +357,7 @@ def main() -> None:
                 for each in model.blocks:
                     each.compile(backend="aot_eager")
             older.append(weakref.ref(model))
-            # Without `foreach` torch finds out for each shape and operation how it is sharded, in each process.
-            sharded_alike = len({type(each.data) for each in model.parameters()}) == 1
-            adam = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=sharded_alike)
+            adam = adam_for(model)
             schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
             loader = loader_before or made_loader(ranks_of_data(pg))
             own = {} if stopping is None else {"stopping": stopping}
