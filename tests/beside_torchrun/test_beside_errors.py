@@ -142,6 +142,9 @@ def test_the_same_events_with_the_same_keys(launchers: Launchers) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert list(mine) == list(other)
         assert list(mine["metadata"]) == list(other["metadata"])
-        assert list(json.loads(mine["metadata"]["metadata"])) == list(json.loads(other["metadata"]["metadata"]))
+        known = json.loads(other["metadata"]["metadata"])
+        own = json.loads(mine["metadata"]["metadata"])
+        assert [key for key in own if key in known] == list(known)
+        assert own.keys() - known.keys() <= {"exit_code", "worker_pid"}  # torch 2.9 has neither
         for key in ("global_rank", "group_rank", "role", "state", "rdzv_backend", "agent_restarts"):
             assert mine["metadata"][key] == other["metadata"][key], key

@@ -25,6 +25,7 @@ from holdfast.supervisor import processes
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.stack_sampler import StackSampler
 from holdfast.supervisor.worker_command import BOOTSTRAP
+from tests.support.gloo_lines import without_gloo_lines
 from tests.support.limits import limit_s
 from tests.support.ports import free_port
 
@@ -83,7 +84,9 @@ class Job:
         assert self.hear(rank) == "doing"
 
     def hear(self, rank: int) -> str:
-        answer = self._line(self.ranks[rank].answers)
+        answer = ""
+        while not without_gloo_lines(f"{answer}\n").strip():
+            answer = self._line(self.ranks[rank].answers)
         if answer == "ok":
             self.busy.discard(rank)
         return answer

@@ -9,8 +9,9 @@ import re
 
 _BEGIN = r"\[Gloo\] Rank "
 _PIECES = rf"(?:{_BEGIN}|\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : |\n)*\n"
-_LINES = re.compile(rf"^(?:[^\n|]*\| )?{_BEGIN}{_PIECES}", re.MULTILINE)
-"""gloo writes a line in pieces, and ranks that share a file write between each other's."""
+_LINES = re.compile(rf"(?:^|(?<=\f))(?:[^\n|]*\| )?{_BEGIN}{_PIECES}", re.MULTILINE)
+"""gloo writes a line in pieces, and ranks that share a file write between each other's. A form feed ends a run of several
+(on_ranks.py)."""
 
 
 def without_gloo_lines(stdout: str) -> str:

@@ -3,14 +3,21 @@
 import json
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.train import torch_private
 
 streams = "" if hasattr(torch.cpu.Stream, "record_event") else f"torch {torch.__version__} has no FSDP2 on CPUs"
 recorded = hasattr(torch._C._distributed_c10d, "FlightRecorderHook")
 recorder = "" if recorded else f"torch {torch.__version__} does not record the collectives of every backend; 2.15 does"
-counted = torch.__version__.startswith("2.6.")
-buffers = f"DDP of torch {torch.__version__} changes all buffers in each step" if counted else ""
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.BatchNorm1d(2).eval())  # in each step DDP copies rank 0's buffers to all ranks
+before = model.module.running_mean._version
+model(torch.ones(1, 2))
+counted = model.module.running_mean._version > before
+buffers = f"torch {torch.__version__} counts it as a change that DDP copies rank 0's buffers" if counted else ""
+dist.destroy_process_group()
 print(
     json.dumps(
         {
