@@ -13,6 +13,7 @@ Knows torch. Must not know for what the names are used.
 from __future__ import annotations
 
 import contextlib
+import gc
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import tensor as dtensors
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -153,11 +155,20 @@ def broadcast_coalesced(group: Any, tensors: list[torch.Tensor], bytes_max: int)
 def forget_meshes() -> None:
     """Clear DTensor's caches, which have device meshes of groups that are gone. A mesh of a later world with the same
     ranks is equal to such a one: an operation would get that, with groups of other ranks, and no mesh would ever be
-    freed. `mesh_names_missing` is asked before. Tried on 2.13.0 and 2.15.0; 2.6.0 does not have the names."""
+    freed. `mesh_names_missing` is asked before. Tried on 2.11.0, 2.13.0 and 2.15.0; 2.6.0 does not have the names."""
     for owner, name in _CACHES_OF_MESHES:
         getattr(owner(), name).cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     dtensors._random._rng_tracker = None  # it has a mesh as well, and is made again
+    if torch.__version__.startswith(_VERSIONS_THAT_KEEP_MESHES):
+        for each in gc.get_objects():
+            if issubclass(type(each), DeviceMesh):  # not isinstance: a weak proxy may be dead
+                each._pg_registry.clear()
+
+
+_VERSIONS_THAT_KEEP_MESHES = ("2.11.", "2.12.")
+"""torch 2.11 loses a reference in C++ for some operations on DTensors, so that their meshes are never freed. At least
+they must not keep the groups, each with threads and descriptors. 2.13 frees them; 2.12 was not tried."""
 
 
 def mesh_names_missing() -> str:
