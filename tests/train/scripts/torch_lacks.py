@@ -18,6 +18,8 @@ model(torch.ones(1, 2))
 counted = model.module.running_mean._version > before
 buffers = f"torch {torch.__version__} counts it as a change that DDP copies rank 0's buffers" if counted else ""
 dist.destroy_process_group()
+held = f"torch {torch.__version__} may hold a rank in a group that another rank no longer joins"
+half = held if torch.__version__.startswith("2.6.") else ""
 print(
     json.dumps(
         {
@@ -25,6 +27,7 @@ print(
             "fsdp": streams,
             "recorder": recorder,
             "constant buffers": buffers,
+            "half a group": half,
         }
     )
 )
