@@ -76,10 +76,11 @@ class WarmJobs:
     ) -> subprocess.CompletedProcess[str]:
         import subprocess
 
+        from tests.support.gloo_lines import without_gloo_lines
         from tests.support.limits import limit_s
         from tests.warm import ON_CPU
 
-        return subprocess.run(
+        done = subprocess.run(
             self.command(program, *arguments),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -89,6 +90,8 @@ class WarmJobs:
             cwd=cwd,
             timeout=limit_s(timeout),
         )
+        done.stdout = without_gloo_lines(done.stdout)
+        return done
 
     def start(
         self,

@@ -84,8 +84,8 @@ class Job:
         assert self.hear(rank) == "doing"
 
     def hear(self, rank: int) -> str:
-        answer = ""
-        while not without_gloo_lines(f"{answer}\n").strip():
+        answer = self._line(self.ranks[rank].answers)
+        while answer and not without_gloo_lines(f"{answer}\n"):
             answer = self._line(self.ranks[rank].answers)
         if answer == "ok":
             self.busy.discard(rank)

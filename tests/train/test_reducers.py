@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.gloo_lines import without_gloo_lines
 from tests.train.test_survival import (
     SCRIPTS,
     WORLD,
@@ -188,7 +187,7 @@ CANNOT = {
 def test_what_cannot_be_carried_is_known_before_training(jobs: WarmJobs) -> None:
     done = jobs.run(REASONS)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(without_gloo_lines(done.stdout))
+    found = json.loads(done.stdout)
     reasons = found["reasons"]
     assert {name: reasons.pop(name) for name in CARRIED} == dict.fromkeys(CARRIED, "")
     assert {name: why for name, why in reasons.items() if CANNOT[name] not in why} == {}

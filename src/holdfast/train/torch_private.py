@@ -163,12 +163,13 @@ def forget_meshes() -> None:
     if torch.__version__.startswith(_VERSIONS_THAT_KEEP_MESHES):
         for each in gc.get_objects():
             if issubclass(type(each), DeviceMesh):  # not isinstance: a weak proxy may be dead
-                each._pg_registry.clear()
+                getattr(each, "_pg_registry", {}).clear()
 
 
 _VERSIONS_THAT_KEEP_MESHES = ("2.11.", "2.12.")
 """torch 2.11 loses a reference in C++ for some operations on DTensors, so that their meshes are never freed. At least
-they must not keep the groups, each with threads and descriptors. 2.13 frees them; 2.12 was not tried."""
+they must not keep the groups, each with threads and descriptors. 2.13 frees them; 2.12 was not tried. Where a mesh does
+not have the list, the groups stay."""
 
 
 def mesh_names_missing() -> str:

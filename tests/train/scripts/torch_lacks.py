@@ -20,6 +20,8 @@ buffers = f"torch {torch.__version__} counts it as a change that DDP copies rank
 dist.destroy_process_group()
 held = f"torch {torch.__version__} may hold a rank in a group that another rank no longer joins"
 half = held if torch.__version__.startswith("2.6.") else ""
+dropped = f"torch {torch.__version__} drops the reason for which a checkpoint's description cannot be read"
+reasons = dropped if torch.__version__.startswith(("2.9.", "2.11.")) else ""
 print(
     json.dumps(
         {
@@ -28,6 +30,7 @@ print(
             "recorder": recorder,
             "constant buffers": buffers,
             "half a group": half,
+            "reasons": reasons,
         }
     )
 )

@@ -47,14 +47,14 @@ def main_dashboard(argv: Sequence[str]) -> int:
 
     chosen = dashboard_parser().parse_args(argv)
     import_packages()
-    # Takes a moment, in which nobody should wait for the page: so it is before the link.
-    web_app = import_module("holdfast.dashboard.web_app")
     try:
         place = serving_place(chosen.port)
     except ValueError as error:
         raise UsageError(f"--port {chosen.port}: {error}") from None
     name, folders, pid = job_of(chosen.run)
     credentials = Credentials.make(once=is_loopback(place.host))
+    # Takes a moment, in which nobody should wait for the page: so it is before the link.
+    web_app = import_module("holdfast.dashboard.web_app")
     with contextlib.closing(bind_named(place, "--port")) as sock:
         link = login_link(Endpoint(host=place.host, port=sock.getsockname()[1]), credentials.token)
         if chosen.json:
