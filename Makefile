@@ -36,6 +36,7 @@ SOAK_MINUTES ?= 20
 SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
 SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
+COMMA := ,
 DEVICE ?= cuda
 GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(VENV)/bin/python,python3)
 MACHINES ?= x86_64,aarch64
@@ -57,7 +58,7 @@ WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchr
 ELSEWHERE := --ignore=tests/tidy --ignore=tests/packaging
 
 PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
@@ -183,38 +184,38 @@ debian:
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# Compiled at once, as pip does for an ordinary install: an environment that forbids Python to write bytecode would
-# otherwise compile the launcher at every start.
+# Compiled at once, as pip does for an ordinary install, but on all processors: an environment that forbids Python to
+# write bytecode would otherwise compile the launcher, and torch, at every start. Packages also bring templates and files
+# for other versions of Python, which cannot be compiled (those errors are not shown), and their own tests, which nobody runs.
+COMPILE = $(1)/bin/python -m compileall -qq -j0 -x /tests/ src $(1)/lib/python*/site-packages || true
+
+define INSTALL
+@echo "installing $(1) into $(VENV) (once) ..."
+@$(PIP) -e '.[$(2)]'
+@$(call COMPILE,$(VENV))
+@touch $@
+endef
+
 # The demo needs torch, numpy and scikit-learn; development needs the linters and the client libraries as well.
 $(VENV)/.demo: $(VENV)/.python $(PACKAGING)
-	@echo "installing what the demo needs into $(VENV) (once) ..."
-	@$(PIP) -e '.[demo]'
-	@$(BIN)/python -m compileall -q src
-	@touch $@
+	$(call INSTALL,what the demo needs,demo)
 
 $(VENV)/.docs: $(VENV)/.python $(PACKAGING)
-	@echo "installing what the documentation needs into $(VENV) (once) ..."
-	@$(PIP) -e '.[docs]'
-	@touch $@
+	$(call INSTALL,what the documentation needs,docs)
 
 $(VENV)/.dist: $(VENV)/.dev
-	@echo "installing what builds packages into $(VENV) (once) ..."
-	@$(PIP) -e '.[dist]'
-	@touch $@
+	$(call INSTALL,what builds packages,dist)
 
 $(VENV)/.dev: $(VENV)/.python $(PACKAGING)
-	@echo "installing the development tools into $(VENV) (once) ..."
-	@$(PIP) -e '.[dev,demo]'
-	@$(BIN)/python -m compileall -q src
-	@touch $@
+	$(call INSTALL,the development tools,dev$(COMMA)demo)
 
 # Everything but torch, and what torch asks for in a version of its own, as elsewhere.
 .venv-torch-%/.dev: $(PACKAGING)
 	@echo "installing torch $* and the development tools into .venv-torch-$* (once) ..."
 	@$(PYTHON) -m venv .venv-torch-$*
 	@grep -v -e '^torch==' -e '^sympy==' -e '^triton==' -e '^setuptools==' constraints.txt > .venv-torch-$*/constraints.txt
-	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$* numpy scikit-learn
-	@.venv-torch-$*/bin/python -m compileall -q src
+	@.venv-torch-$*/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$* numpy scikit-learn
+	@$(call COMPILE,.venv-torch-$*)
 	@touch $@
 
 .venv-engines/.ready: $(PACKAGING)
@@ -227,4 +228,5 @@ $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: holdfast needs Python 3.11 or newer, $(PYTHON) is older; try make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -U pip # an older one takes a minute to choose versions
 	@touch $@
