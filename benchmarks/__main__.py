@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 
 from benchmarks import report
-from benchmarks.harness import run_row
+from benchmarks.harness import end_on_signals, run_row
 from benchmarks.rows import ALL
 
 
 def main() -> int:
-    # As Ctrl-C does: the job that is being measured ends, and its folders are removed.
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, _: sys.exit(128 + number))
+    end_on_signals()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="holdfast beside torchrun, in turn, on the same scripts"
     )

@@ -253,6 +253,12 @@ def measured_by(
     return found
 
 
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does: the job that runs ends, and its folders are removed."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Politely, then for good."""
     process.terminate()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness import end_on_signals
 from soak import disk
 from soak.launchers import ALL, WORKERS
 from soak.schedule import MEAN_GAP_S
@@ -27,6 +27,7 @@ EXIT_SKIPPED = 77
 
 
 def main() -> int:
+    end_on_signals()
     arguments = _arguments()
     if arguments.soak == "story":
         from soak.story import story
@@ -39,9 +40,9 @@ def main() -> int:
         print(f"skipped: {why}")
         return EXIT_SKIPPED
     if INSIDE not in os.environ:
-        # A new process, because unshare(2) of mounts needs nothing else, and the children find it done.
+        # The same process, so that a signal reaches it: a program that starts anew finds the mounts its own.
         line = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "soak", *sys.argv[1:]]
-        return subprocess.run(line, env={**os.environ, INSIDE: "1"}, check=False).returncode
+        os.execvpe(line[0], line, {**os.environ, INSIDE: "1"})
     del os.environ[INSIDE]
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="holdfast-soak-"))
     if arguments.soak == "chaos":

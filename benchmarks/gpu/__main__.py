@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from benchmarks.gpu import packages, results
 from benchmarks.gpu.campaign import Ended, PartResult, run
 from benchmarks.gpu.parts import ALL
+from benchmarks.harness import end_on_signals
 
 BUDGET_S = 520.0
 """Of the nine minutes, without the start of Python."""
@@ -27,6 +27,7 @@ REHEARSAL_TIMES = 10.0
 
 
 def main() -> int:
+    end_on_signals()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="the campaign on one GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal [cuda]")
     parser.add_argument("--only", action="append", metavar="PART", choices=[part.name for part in ALL])
@@ -41,7 +42,6 @@ def main() -> int:
     options = parser.parse_args()
     began_s = time.monotonic()
     out = options.out or packages.ROOT / (OUT if options.device == "cuda" else REHEARSED)
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-gpu-"))
     try:
         version = "{}.{}".format(*sys.version_info)
         installed = packages.install(options.wheels, packages.ROOT / "build" / "gpu" / f"site-{version}")
@@ -64,8 +64,8 @@ def main() -> int:
     budget_s = BUDGET_S * times if options.budget is None else options.budget
     left_s = budget_s - (time.monotonic() - began_s)
     os.chdir(packages.ROOT)
-    found = run(parts, {"GPU_DEVICE": options.device}, folder, left_s, write)
-    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="holdfast-gpu-", ignore_cleanup_errors=True) as folder:
+        found = run(parts, {"GPU_DEVICE": options.device}, Path(folder), left_s, write)
     print(results.page(found, {**about, "seconds": f"{time.monotonic() - began_s:.0f}"}))
     return 0 if all(each.ended in (Ended.DONE, Ended.NOT_HERE) for each in found) else 1
 

@@ -119,9 +119,10 @@ def run_part(part: Part, settings: Mapping[str, str], folder: Path, deadline_s: 
             process.send_signal(signal.SIGUSR1)  # faulthandler: which line it is at (measuring.py)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STACKS_S)
-    seconds = time.monotonic() - began_s
-    killdescendants()
-    process.wait()
+        finally:
+            seconds = time.monotonic() - began_s
+            killdescendants()
+            process.wait()
     text = "" if ended is Ended.DONE else output.read_text(errors="replace")[-ERROR_CHARACTERS:]
     return PartResult(part, ended, round(seconds, 2), list(_notes(notes)), text)
 
