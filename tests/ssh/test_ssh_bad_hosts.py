@@ -12,7 +12,7 @@ import pytest
 
 from tests.ssh.conftest import MakeYard
 from tests.ssh.ssh_hosts import SshHosts, make_yard, why_not
-from tests.support.limits import limit_s
+from tests.support.limits import until
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,15 @@ def test_a_password_prompt_is_never_waited_for(two: SshHosts) -> None:
 def test_a_login_that_never_ends(two: SshHosts, tmp_path: Path) -> None:
     """sshd takes the connection and says nothing."""
     two.end_sshd(2)
-    silent = "import socket, time; s = socket.create_server(('0.0.0.0', 2222)); time.sleep(600)"
-    program = two.hosts[2].start([sys.executable, "-I", "-c", silent])
-    two.wrap_ssh(f"-o ConnectTimeout={round(limit_s(1))}")
-    text = two.refused("--hosts", "node1,node2")
+    listening = tmp_path / "listening"
+    silent = (
+        "import sys, socket, time; s = socket.create_server(('0.0.0.0', 2222)); open(sys.argv[1], 'w'); time.sleep(600)"
+    )
+    program = two.hosts[2].start([sys.executable, "-I", "-c", silent, listening])
+    until(listening.exists, "the program to listen")
+    # The host that answers is not asked: on a busy machine it may need more than this second.
+    two.wrap_ssh("-o ConnectTimeout=1")
+    text = two.refused("--hosts", "node2")
     program.end()
     one_line(text, "HF141", "host node2", "cannot be reached by ssh", "timed out")
 
