@@ -31,6 +31,7 @@ FENCE_S = LEASE_S * 2 / 3
 LONG_LEASE = "lease=3600"
 """For what must not wait until it is over."""
 PORT_AGAIN_S = limits.limit_s(1.0)
+"""Within so long after the end of all others a worker may still begin that was started with them."""
 
 WORKER = f"""
 import json, os, signal, socket, sys, time
@@ -76,7 +77,7 @@ class Worker:
 
 @dataclass
 class Generation:
-    """The workers that were given the same master address and port."""
+    """The workers that were given the same master address and port, as parts of a world of the same size."""
 
     master: str
     port: int
@@ -152,7 +153,7 @@ class JobAgents:
         self._trail.touch()
         self._read_bytes = 0
         self._generations: list[Generation] = []
-        self._newest: dict[tuple[str, int, int], Generation] = {}
+        self._newest: dict[tuple[str, int, int, int], Generation] = {}
         self.script = folder / "train.py"
         self.script.write_text(WORKER)
         self.args: tuple[str, ...] = ()
@@ -212,16 +213,21 @@ class JobAgents:
         return sorted(self._generations, key=lambda generation: generation.began_s)
 
     def _take(self, note: dict[str, Any]) -> None:
-        key = (note["master"], note["port"], note["restarts"])
+        key = (note["master"], note["port"], note["restarts"], note["world"])
         who, now = (note["host"], note["pid"]), note["now"]
         generation = self._newest.get(key)
-        # A port may be given again by chance, but the workers of one generation are not born after each other's end.
-        stale = generation and who not in generation.workers and note["born"] > generation.last_s() + PORT_AGAIN_S
-        if generation is None or stale:
-            generation = self._newest[key] = Generation(*key, note["world"])
+        if generation is None or (who not in generation.workers and self._is_over(generation, note)):
+            generation = self._newest[key] = Generation(*key)
             self._generations.append(generation)
         worker = generation.workers.setdefault(who, Worker(*who, note["rank"], note["born"], now, now))
         worker.last_s = now
+
+    def _is_over(self, generation: Generation, note: dict[str, Any]) -> bool:
+        """Whether a worker that is new belongs to a later generation, which was given the same port by chance: its rank
+        was another one's that has ended, or it was born long after the end of all."""
+        same_rank = [worker.last_s for worker in generation.workers.values() if worker.rank == note["rank"]]
+        end_s = max(same_rank) if same_rank else generation.last_s() + PORT_AGAIN_S
+        return bool(note["born"] > end_s)
 
     def trains(self, numbers: Iterable[int], since_s: float = 0.0, limit_s: float = WAIT_S) -> Generation:
         """Wait for a generation of exactly these nodes whose ranks are all at work, and began after `since_s`."""
