@@ -62,7 +62,7 @@ PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-engines test-kubernetes test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check types tidy dist release docs bench gpu gpu-wheels soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
+.PHONY: demo fast test again test-engines test-kubernetes test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check types tidy collected dist release docs bench gpu gpu-wheels soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -107,19 +107,24 @@ coverage: $(VENV)/.dev debian
 	@tail -1 build/coverage/report.txt
 
 # An environment may forbid Python to write bytecode: then every start of the launcher would compile what has changed.
-# The types and the tidiness take half a minute each: side by side.
+# The types and the tidiness take half a minute each: side by side. Once all tests are collected, their assertions are
+# rewritten: without that, each of the test processes would do it for itself.
 check: $(VENV)/.dev
 	@$(BIN)/python -m compileall -q src
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory -j2 --output-sync=target types tidy
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types tidy collected
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
 tidy: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/tidy -q
+
+collected: $(VENV)/.dev
+	@mkdir -p build
+	@$(BIN)/python -m pytest tests --collect-only -qq $(ELSEWHERE) > build/collected.txt || { cat build/collected.txt; exit 1; }
 
 # Strictly: a page that is in no menu, a link or an anchor that leads nowhere is an error. Needs no network.
 docs: $(VENV)/.docs

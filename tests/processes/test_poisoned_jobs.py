@@ -18,7 +18,7 @@ from tests.processes.test_survive_jobs import agent_server  # noqa: F401 - a fix
 
 POISON = Path(__file__).parents[2] / "benchmarks" / "scripts" / "poison.py"
 LIMIT_S = 120.0
-pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torch survivor jobs"), pytest.mark.timeout(240)]
 
 
 def trained(job_folder: JobFolder, code: int, kind: str, *options: str) -> Agent:

@@ -35,7 +35,7 @@ WORLD = 3
 LIMIT_S = 90.0
 """torch's connections to its store look up names, which may take seconds each."""
 
-pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torch survivor jobs"), pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
