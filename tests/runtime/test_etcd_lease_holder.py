@@ -114,3 +114,10 @@ def test_a_key_that_is_gone_ends_it_at_once_and_nothing_more_is_written() -> Non
     assert "run out" in made.over
     assert etcd.said == ["renew", "renew"]
     assert etcd.closed
+
+
+def test_a_key_is_given_back_by_a_holder_that_was_never_started() -> None:
+    etcd = FakeEtcd(True)
+    lease_holder(etcd)[0].leave(None, forget=True)
+    assert etcd.said == [("resign", None)]
+    assert etcd.closed

@@ -48,7 +48,7 @@ class ControlRequests:
         return msgspec.structs.replace(_reply(body or b"", "" if body else UNANSWERED), whole=False)
 
     def answered(self, answer: Answer) -> None:
-        waiting = self._open.get(answer.number)
+        waiting = self._open.get(answer.number)  # None: its command has stopped to wait
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
@@ -66,6 +66,7 @@ class ControlRequests:
         try:
             if not self._send(Ask(number, question.name, question.by, question.about)):
                 return None
+            # Not `wait_for`: a lost link cancels the future, and that must not look like a cancellation of this task.
             await asyncio.wait({waiting}, timeout=max(0.0, question.within_s - alone_s))
             answer = waiting.result() if waiting.done() and not waiting.cancelled() else None
         finally:

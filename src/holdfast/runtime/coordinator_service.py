@@ -142,7 +142,7 @@ class CoordinatorService:
 
     def connect_locally(self) -> LocalLink:
         """The link of this process's own agent."""
-        link = LocalLink(self, self._number + 1)
+        link = LocalLink(self, self._number + 1)  # the number that `_add` gives
         number = self._add(link.to_agent)
         self._driver.feed(LinkOpened(number, "127.0.0.1", "127.0.0.1", local=True))
         return link
@@ -152,6 +152,7 @@ class CoordinatorService:
         number = self._add(connection)
         self._remote.add(number)
         self._alone.clear()
+        # It delivers nothing before the loop's next turn: the machine hears of the link first.
         connection.start(partial(self.heard, number), partial(self.link_closed, number))
         self._driver.feed(LinkOpened(number, connection.peer_address, connection.local_address))
 
@@ -225,6 +226,7 @@ class CoordinatorService:
             case DropLink(number, reason):
                 link = self._links.get(number)
                 if link is not None:
+                    # Forgotten before it ends: the machine has cut it, and must not hear of its end.
                     self._links.pop(number)
                     link.close(reason)
             case Note(event, fields):

@@ -69,6 +69,7 @@ class Driver(Generic[Event, Command]):
         """It handles no more events: it was stopped, or has failed."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        """The deadline for which the timer is set (s of the loop's clock)."""
 
     def feed(self, event: Event) -> None:
         """Hand an event to the machine, now or as soon as it is free.
@@ -101,6 +102,7 @@ class Driver(Generic[Event, Command]):
 
     def _step(self, event: Event) -> None:
         now = self._loop.time()
+        # Before it is handled: the event at which the machine fails is the last one of the report.
         self._story.append((now, event))
         for command in self.machine.handle(now, event):
             self._execute(command)
@@ -126,7 +128,7 @@ class Driver(Generic[Event, Command]):
             return
         deadline = self.machine.next_deadline()
         if self._timer is not None:
-            if deadline == self._timer_at:
+            if deadline == self._timer_at:  # as after most events; a new timer costs more than this comparison
                 return
             self._timer.cancel()
             self._timer = None

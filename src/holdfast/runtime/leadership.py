@@ -48,6 +48,7 @@ FRESH_PER_LEASE = 0.4
 """Share of the lease without a renewal after which nothing is sent until it is renewed: each answer of ours would begin
 the fence of an agent that may outlive our lease."""
 RETRY_S = 0.1
+"""Time from a renewal that failed to the next one (s)."""
 RESIGN_S_MAX = 3.0
 """Limit for giving the key back at the end (s). etcd may be unreachable, and then the lease runs out."""
 
@@ -141,6 +142,8 @@ class LeaseHolder:
         with self._lock:
             self._over = self._over or "resigned"
         self._jobs.put(None)
+        if self._thread.ident is None:  # this process was told to end before its port listened
+            self._thread.start()
         self._thread.join(RESIGN_S_MAX)
 
     def _run(self) -> None:
@@ -350,6 +353,8 @@ class ElectedClient:
 
     async def _connect(self, node: NodeSpec) -> CoordinatorLink:
         if self._leaving is not None:
+            # Agents have links to the coordinator that was here until these are closed. That must come to its end, even
+            # if this attempt is cancelled.
             await asyncio.shield(self._leaving)
         for _ in range(TURNS_MAX):
             if self._service is not None:
@@ -394,7 +399,7 @@ class ElectedClient:
                 if won is not None:
                     in_use = True  # the thread that keeps the lease goes on with it
                     return won
-                leader = api.leader()
+                leader = api.leader()  # of the agent that was faster
         finally:
             if not in_use:
                 api.close()
@@ -449,7 +454,7 @@ class ElectedClient:
     async def _until_changed(self, leader: Leader) -> None:
         while True:
             await asyncio.sleep(random.uniform(*WATCH_INTERVAL_S))
-            with contextlib.suppress(EtcdError):
+            with contextlib.suppress(EtcdError):  # a storage that does not answer says nothing about the leader
                 if await run_detached(self._look) != leader:
                     return
 
@@ -475,6 +480,7 @@ class ElectedClient:
         )
         machine = Coordinator(options.job, options.limits, self._judge, now, authority, extensions=self._extensions)
         service = ElectedService(machine, lease_holder, self._journal, self._say, self._step_down)
+        # Before the first await: if this attempt is cancelled there, `close` ends both.
         self._service, self._lease_holder = service, lease_holder
         await service.listen(won.place, options.token, static=False)
         lease_holder.start(service.look)

@@ -191,7 +191,7 @@ class _Arrival(asyncio.Protocol):
 
         def on_handshake(connection: Connection[Any], error: HoldfastError | None) -> None:
             if not self._end("" if error is None else str(error)):
-                return
+                return  # dropped meanwhile: by its timer, or to make room
             if error is None:
                 assert handshake.hello is not None
                 self._listener.on_connection(connection, handshake.hello)
@@ -262,7 +262,7 @@ class StoreProxy:
 
     def take(self, transport: asyncio.Transport, first: bytes) -> None:
         """Take a connection over, with the bytes already read from it."""
-        transport.pause_reading()
+        transport.pause_reading()  # what the client sends meanwhile waits in the kernel, not in our memory
         client = _End(self._ends)
         transport.set_protocol(client)
         client.connection_made(transport)

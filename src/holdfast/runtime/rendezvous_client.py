@@ -77,7 +77,7 @@ class RendezvousClient:
         """Make one attempt. The caller has to start the link. A DialFailed says whether another attempt can help."""
         try:
             return await self._connect(node)
-        except InternalError:
+        except InternalError:  # a fault of ours: to try again would hide it
             raise
         except HoldfastError as error:
             final = isinstance(error, FINAL) and not isinstance(error, PASSING)

@@ -59,6 +59,7 @@ class ReplicatedService(CoordinatorService):
         super().__init__(machine, journal, say)
 
     def heard(self, number: int, message: FromAgent) -> None:
+        # A candidate that is an agent of this coordinator asks over the link that it has. The voter answers it.
         if not isinstance(message, Poll):
             super().heard(number, message)
         elif (link := self._links.get(number)) is not None:
@@ -78,6 +79,7 @@ class ReplicatedService(CoordinatorService):
         self._driver.feed(NoWitness(endpoint.host, endpoint.port))
 
     def _witness_heard(self, number: int, message: FromCoordinator) -> None:
+        # We have dialled the witness, so its messages are decoded as a coordinator's. It sends those of an agent alone.
         if isinstance(message, FromAgent):
             self.heard(number, message)
 

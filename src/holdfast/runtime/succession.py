@@ -44,7 +44,7 @@ from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.rendezvous.bind import Claim, claim_endpoint, open_port
-from holdfast.runtime.connection import Connection, dial, dial_agent, nobody_listens, seen_from_here
+from holdfast.runtime.connection import dial, dial_agent, nobody_listens, seen_from_here
 from holdfast.runtime.coordinator_service import CoordinatorLink
 from holdfast.runtime.replicated_service import Outgoing, ReplicatedService, WatchedLink
 from holdfast.runtime.voter_service import Errands, Reception, VoterService
@@ -266,7 +266,7 @@ class SuccessionClient:
     async def _first(self, places: list[Endpoint], node: NodeSpec) -> Outgoing:
         """A link by the first of these places that leads to the coordinator. Raises the error of the most likely
         place."""
-        dials = [asyncio.ensure_future(self._dial(n * STAGGER_S, place, node)) for n, place in enumerate(places)]
+        dials = [self._loop.create_task(self._dial(n * STAGGER_S, place, node)) for n, place in enumerate(places)]
         until_s = self._loop.time() + self._patience_s
         waiting, winner = set(dials), None
         try:
@@ -278,15 +278,14 @@ class SuccessionClient:
                     self._patience_s = min(2 * self._patience_s, PATIENCE_S_MAX)
                     break
         finally:
-            # A dial that has succeeded in the same moment has a connection that nobody else would close.
+            # Without an await: a cancellation there would lose the winner's connection.
             for each in dials:
-                each.cancel()
-            for found in await asyncio.gather(*dials, return_exceptions=True):
-                if isinstance(found, Connection) and (winner is None or found is not winner.result()):
-                    found.abort()
+                if each is not winner:
+                    each.cancel()
+                    each.add_done_callback(_close_found)
         if winner is not None:
             return winner.result()
-        if dials and not dials[0].cancelled() and (error := dials[0].exception()) is not None:
+        if dials and dials[0].done() and (error := dials[0].exception()) is not None:
             raise error
         raise CoordinatorUnreachableError(f"no answer from {places[0]}" if places else "no other node is known")
 
@@ -517,6 +516,12 @@ class SuccessionClient:
         if isinstance(message, Moved):
             address = seen_from_here(message.address, connection.peer_address)
             service.deposed(Deposed(message.term, address, message.port, message.name, message.elected))
+
+
+def _close_found(dial: asyncio.Task[Outgoing]) -> None:
+    """Close the connection of a dial that has succeeded although it is not needed."""
+    if not dial.cancelled() and dial.exception() is None:
+        dial.result().abort()
 
 
 def _endpoint(seat: Seat) -> Endpoint:

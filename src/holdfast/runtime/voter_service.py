@@ -47,7 +47,7 @@ class Errands:
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks.add(task)  # the loop itself does not keep it alive
         task.add_done_callback(self._done)
 
     def cancel(self) -> None:
@@ -182,6 +182,7 @@ class Reception:
         return Accepted(PROTOCOL_VERSION, absent=True, address=where.address, port=where.port, name=name)
 
     def _arrived(self, connection: AgentConnection, _: Hello) -> None:
+        # One that was answered before a coordinator began here was sent elsewhere, and comes for one question at most.
         if self.connected is not None and not connection.accepted.absent:
             self.connected(connection)
             return

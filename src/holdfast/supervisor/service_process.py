@@ -52,6 +52,7 @@ class ServiceProcess:
         """Start the process. `fds`: number in the process -> descriptor of ours, beside CONTROL_FD."""
         self._started += 1
         ours, theirs = seqpacket.pair()
+        # Our copy of its end is closed: otherwise the socket would outlive the process, and its death go unseen.
         with theirs, open("/dev/null", "r+b", buffering=0) as null:
             standard = dict.fromkeys((0, 1, 2), null.fileno())
             passed = {**standard, CONTROL_FD: theirs.fileno(), **(fds or {})}
@@ -92,6 +93,7 @@ class ServiceProcess:
         except BlockingIOError:
             return
         if received is None:
+            # At its end a socket stays readable: the loop would call this for ever.
             self._loop.remove_reader(self._control)
             self._on_silent()
         else:

@@ -76,7 +76,7 @@ class StoreHost:
         port = _port(self._listening)
         if self._eager or self._server.running:
             self._hand_over()
-        else:
+        else:  # many jobs never use the store: its server is not started before a client comes
             self._loop.add_reader(self._listening, self._hand_over)
         return port
 
