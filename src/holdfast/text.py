@@ -106,6 +106,18 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+_PASSWORD, _IN_URL = re.compile(r"(?<=password=)[^,]*"), re.compile(r"(?<=://)[^/@\s,]*@")
+
+
+def without_passwords(value: str) -> str:
+    """An option's value without passwords: those of a list of settings and of addresses.
+
+    >>> without_passwords("user=u,password=secret,timeout=3"), without_passwords("http://u:secret@etcd:2379")
+    ('user=u,password=***,timeout=3', 'http://***@etcd:2379')
+    """
+    return _IN_URL.sub("***@", _PASSWORD.sub("***", value))
+
+
 def is_loopback(host: str) -> bool:
     """Whether this name or address leads to the machine that uses it.
 

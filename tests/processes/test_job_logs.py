@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.diagnosis.reference import problems
 from tests.processes.conftest import c10d, coordinators_first
 from tests.support.limits import limit_s, until
@@ -62,6 +64,19 @@ def test_an_interrupt_while_the_console_is_blocked_at_the_end(job_folder) -> Non
     agent.signal(signal.SIGINT)
     assert agent.end() == 130, "it waited until nobody read, and not until it was interrupted"
     os.close(read_end)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_for_workers_that_have_ended_does_not_end_the_agent(job_folder, signum: int) -> None:
+    """Such as the notice of a preemption while the end of a job is being shown."""
+    script = job_folder.script(LINES + "sys.stdout.flush()\nnote('end')")
+    agent, read_end = piped(job_folder, "--preempt-signal", "USR1", script)
+    job_folder.wait(1, "end")
+    until(lambda: "ended" in names(agent), "the end of the job, and not of its worker")
+    agent.signal(signum)
+    with os.fdopen(read_end, "rb") as pipe:
+        assert len(pipe.read().splitlines()) == 20000
+    assert agent.end() == 0
 
 
 def test_a_blocked_console_does_not_hold_up_a_restart(job_folder) -> None:

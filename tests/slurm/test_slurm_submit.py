@@ -29,7 +29,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(line: str) -> submit.BatchRequest:
-    return submit.read(shlex.split(line))
+    found = submit.read(shlex.split(line))
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(("line", "directives", "run"), TABLES["whose_words"])
@@ -43,6 +45,31 @@ def test_whose_words(line: str, directives: str, run: str) -> None:
 def test_what_cannot_be_is_said(line: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read(line)
+
+
+def test_values_are_one_word_each_for_sbatch() -> None:
+    """sbatch splits the lines of a batch script as a shell does."""
+    text = batch_script(read("--comment 'two words' --wckey a#b -D '/my data' -o 'it'\\''s' absent.py").batch)
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    found = [shlex.split(line, comments=True) for line in lines]
+    assert found[1:5] == [["--comment=two words"], ["--wckey=a#b"], ["--chdir=/my data"], ["--output=it's"]]
+    assert all(len(words) == 1 for words in found)
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "-N 4 --help", "-N 4 -h train.py"])
+def test_help_wherever_it_is_asked_for(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--slurm", *line.split()]) == 0
+    assert capsys.readouterr().out.startswith("usage: holdfast submit --slurm")
+
+
+@pytest.mark.parametrize(("given", "kept"), [("", False), ("secret", True)])
+def test_a_token_that_was_exported_is_the_jobs(given: str, kept: bool) -> None:
+    """A witness of the job has the same."""
+    lines = "\n".join([*submit.TOKEN_LINES, 'echo "$HOLDFAST_TOKEN"'])
+    environ = {**os.environ, **({"HOLDFAST_TOKEN": given} if given else {})}
+    done = subprocess.run(["bash", "-c", lines], env=environ, capture_output=True, text=True, check=True)
+    assert (done.stdout.strip() == given) is kept
+    assert len(done.stdout.strip()) == (6 if kept else 64)
 
 
 def test_a_script_that_is_not_there() -> None:

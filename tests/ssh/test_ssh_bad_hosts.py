@@ -149,6 +149,19 @@ def test_a_script_that_differs(two: SshHosts) -> None:
     one_line(text, "HF142", "host node2", "/dev/shm/train.py is another one there")
 
 
+def test_a_host_that_is_mended_joins_while_the_job_runs(two: SshHosts) -> None:
+    script = Path("/dev/shm/train.py")
+    for host in (two.login_host, two.hosts[1]):
+        host.run(["cp", two.job_agents.script, script])
+    two.hosts[2].run(["sh", "-c", f"echo 'print(2)' > {script}"])
+    launcher = two.run("--hosts", "node1,node2", "--nnodes", "1:2", script=script)
+    assert two.job_agents.trains([1]).world == 1
+    assert "is another one there" in launcher.text
+    two.hosts[2].run(["cp", two.job_agents.script, script])
+    assert two.job_agents.trains([1, 2]).world == 2
+    two.job_agents.finish_all([launcher])
+
+
 def test_a_folder_that_is_here_only(two: SshHosts) -> None:
     two.login_host.run(["mkdir", "-p", "/dev/shm/work"])
     text = two.refused("--hosts", "node2", "--cwd", "/dev/shm/work", script=two.job_agents.script)

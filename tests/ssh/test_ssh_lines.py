@@ -136,6 +136,16 @@ def test_a_module_of_another_folder_or_another_python_need_not_be_here(there: st
         words("--hosts a -m nowhere.here")
 
 
+def test_what_only_the_hosts_have_need_not_be_here() -> None:
+    line = "--hosts a:4000,b --health-command 'dcgmi diag' --notify 'send-mail x' --log-dir /proc/runs train.py"
+    parsed = parse(shlex.split(line), {}, OPTIONS)
+    made, options = make_spec(parsed, "run", read_hosts(parsed), {"PYTHON_EXEC": "/nowhere/python"})
+    told = made.line(made.hosts[0], 0, "e:1")
+    assert {"--health-command=dcgmi diag", "--notify=send-mail x", "--log-dir=/proc/runs"} <= set(told)
+    assert made.environ["PYTHON_EXEC"] == "/nowhere/python"
+    assert not options.notices, "4,000 workers may not be too many there"
+
+
 def test_another_python_on_the_hosts() -> None:
     made = order("--hosts a,b --python ~/v/bin/python train.py".replace("~", "'~'"), VIRTUAL_ENV="/here")
     assert (made.expected.interpreter, made.expected.python, made.expected.torch) == ("~/v/bin/python", "", "")
@@ -176,6 +186,14 @@ def test_a_plan_starts_nothing_and_tells_no_value(
     assert "a:2, b" in texts[0]
     assert "NCCL_DEBUG" in texts[0]
     assert "holdfast run --nnodes=2:2 --rdzv-id=<random>" in texts[0].replace("'", "")
+
+
+def test_a_plan_shows_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--hosts a,b --rdzv-backend etcd --rdzv-endpoint e:2379 --rdzv-conf password=hush,user=u"
+    assert main(["run", "--plan", *line.split(), "train.py"]) == 0
+    text = capsys.readouterr().out
+    assert "hush" not in text
+    assert "password=***,user=u" in text
 
 
 def test_the_ssh_command_may_have_options_of_its_own() -> None:

@@ -115,6 +115,12 @@ def test_a_bad_package_is_one_line_and_exit_code_2(install) -> None:
         assert not out
 
 
+def test_a_package_may_import_what_the_launcher_leaves_out(install) -> None:
+    install("good", f"import ssl, typing_extensions\n{GOOD}", good="good:Good")
+    ((code, _, err),) = each([["--rdzv-backend=good", "--rdzv-conf=zone=moon", "--rdzv-endpoint=e", "train.py"]])
+    assert (code, "there is no zone moon at e" in err) == (2, True), err
+
+
 def test_what_was_typed_wrong(install) -> None:
     install("good", GOOD, good="good:Good")
     told = each([[*args, "train.py"] for args, _ in WRONG])

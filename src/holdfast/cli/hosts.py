@@ -18,9 +18,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from holdfast.cli import grammar, say
+from holdfast.cli.devices import Probes
 from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES
 from holdfast.cli.plan import given_lines, shown_job_id
-from holdfast.cli.program import find_program, folder_here
+from holdfast.cli.program import PYTHON_VARIABLE, find_program, folder_here
 from holdfast.cli.rendezvous import node_range
 from holdfast.cli.resolve import is_number, line_of_other_agent, resolve
 from holdfast.inherited import TOKEN_VARIABLE, draw_token
@@ -28,7 +29,7 @@ from holdfast.launchers.ssh.hosts import Expected, HostSpec, LaunchSpec, parse_f
 from holdfast.protocol.charter import VOTERS_MIN
 from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.protocol.options import CommandKind
-from holdfast.text import is_loopback, listed
+from holdfast.text import is_loopback, listed, without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,6 +65,8 @@ OWN_OF_NODE = ("node_rank", "local_addr")
 LOCK_BYTES = 16
 FILE_BYTES_MAX = 1 << 20
 """Limit of a hostfile, and of the compared part of a script (far.py reads the same part)."""
+CPUS_THERE = 1 << 20
+"""A number of CPUs for hosts whose own number is unknown here: no number of workers is too large for it."""
 UNKNOWN_ENDPOINT = "first.host:1"
 """A placeholder for the endpoint, which the launcher determines."""
 UNKNOWN_MODULE, UNKNOWN_PROGRAM = "$module", "$program"
@@ -251,8 +254,13 @@ def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, st
     """
     there = grammar.parse(words[1:], {}, TABLES[words[0]])
     there = there._replace(notices=parsed.notices)
-    if not is_number(there.values.nproc_per_node):
-        there.values.nproc_per_node = "1"  # only the hosts know their devices
+    given = there.values
+    # Only the hosts know their devices, programs and folders. The agent of each checks its own line.
+    if not is_number(given.nproc_per_node):
+        given.nproc_per_node = "1"
+    given.health_command = given.notify = ""
+    given.log_dir = os.devnull
+    environ = {name: value for name, value in environ.items() if name != PYTHON_VARIABLE}
     script, folder = there.values.training_script, parsed.values.cwd
     if there.values.module and (folder or parsed.values.python):
         there.values.training_script = UNKNOWN_MODULE
@@ -261,7 +269,7 @@ def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, st
     elif folder and not os.path.isabs(script) and not there.values.module:
         here = os.path.join(folder, script)
         there.values.training_script = here if os.path.exists(here) else "-"
-    return resolve(there, environ).options
+    return resolve(there, environ, Probes(cpus=CPUS_THERE)).options
 
 
 def program_here(name: str, folder: str, environ: Mapping[str, str]) -> str:
@@ -340,7 +348,7 @@ def plan(parsed: Parsed, spec: LaunchSpec, options: RunOptions) -> str:
         ("variables", ", ".join(sorted(spec.environ))),
         ("disconnect", "the agents continue" if spec.detach else "the agents end"),
         ("signals", f"{endings} go to all hosts; a second one kills"),
-        ("each host", shlex.join(["holdfast", *example]).replace(options.job.run_id, run_id)),
+        ("each host", shlex.join(["holdfast", *map(without_passwords, example)]).replace(options.job.run_id, run_id)),
     ]
     lines = [f"{name:14}{text}" for name, text in facts]
     return "\n".join(["holdfast would run this; nothing was started.", "", *lines, *given_lines(parsed)])

@@ -2,13 +2,12 @@
 
 Pure text from a Resolution: the same line and environment give the same plan. Values that the rendezvous decides are
 shown as <assigned>, random ones as <random>. At the end come the options that were given, with values and sources;
---json has all of them. Passwords are masked.
+--json has all of them. Passwords are without_passwords.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from signal import Signals
@@ -24,6 +23,7 @@ from holdfast.protocol.options import CommandKind
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.run_folder import safe_name
 from holdfast.supervisor.worker_command import backends_text, worker_environment
+from holdfast.text import without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 HEAD = "options, their values and sources"
 ACTIONS = frozenset({"help", "version", "plan", "json"})
-PASSWORD = re.compile(r"(?<=password=)[^,]*")
-IN_URL = re.compile(r"(?<=://)[^/@\s,]*@")
 VALUE_COLUMNS_MAX = 40
 """Width of the column of values."""
 
@@ -55,7 +53,7 @@ class OptionValue(TypedDict):
 
     name: str
     value: str
-    """The value as on the command line; `-` for none. Passwords are masked."""
+    """The value as on the command line; `-` for none. Passwords are without_passwords."""
     source: str
     """`command line`, the name of a variable, file and line, `the Slurm step` or `default`."""
 
@@ -144,7 +142,7 @@ def shown(value: object) -> str:
             return "yes" if value else "no"
         case list() | tuple():
             return ",".join(map(str, value)) or "-"
-    return IN_URL.sub("***@", PASSWORD.sub("***", str(value)))
+    return without_passwords(str(value))
 
 
 ASSIGNED, RANDOM = "<assigned>", "<random>"

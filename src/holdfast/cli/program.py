@@ -254,13 +254,18 @@ def find_program(name: str, environ: Mapping[str, str]) -> str | None:
     return next((path for path in candidates if os.path.isfile(path) and os.access(path, os.X_OK)), None)
 
 
+PYTHON_VARIABLE = "PYTHON_EXEC"
+
+
 def interpreter(environ: Mapping[str, str]) -> str:
     """The workers' Python: PYTHON_EXEC, one path that is never split; else the one that runs this."""
-    python = environ.get("PYTHON_EXEC")
+    python = environ.get(PYTHON_VARIABLE)
     if not python:
         return sys.executable
     if find_program(python, environ) is None:
-        raise EnvironmentValueError(f"PYTHON_EXEC={python}: no such executable; it must be one path without arguments")
+        raise EnvironmentValueError(
+            f"{PYTHON_VARIABLE}={python}: no such executable; it must be one path without arguments"
+        )
     return python
 
 

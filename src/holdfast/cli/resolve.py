@@ -36,7 +36,7 @@ from holdfast.protocol.policy import Limits
 from holdfast.protocol.ranks_text import ranks_of
 from holdfast.protocol.time_outs import TimeOut, inversions, ladder, sentence
 from holdfast.rendezvous.conf import PORT_MAX
-from holdfast.text import is_loopback, plural
+from holdfast.text import is_loopback, plural, without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -562,7 +562,7 @@ def how_others_join(parsed: Parsed, command: str, options: RunOptions, environ: 
 
 
 def line_of_others(parsed: Parsed, command: str, options: RunOptions) -> str:
-    """The command line of each other node."""
+    """The command line of each other node, for the console: it shows no password."""
     job = options.job
     replaced: dict[str, str | None] = {"node_rank": None, "local_addr": None}
     if job.fixed_ranks:
@@ -570,4 +570,4 @@ def line_of_others(parsed: Parsed, command: str, options: RunOptions) -> str:
     words = line_of_other_agent(parsed, command, replaced)
     if not parsed.values.training_script.startswith("-"):
         words.remove("--")
-    return shlex.join(["holdfast", *words])
+    return shlex.join(["holdfast", *map(without_passwords, words)])

@@ -163,10 +163,10 @@ def main(argv: Sequence[str]) -> int:
 
 def to_slurm(argv: Sequence[str]) -> int:
     """Submit to Slurm. Returns the exit status, the job's own if its log is followed. Raises CallerError."""
-    if argv[:1] in (["-h"], ["--help"]):
+    request = read(argv)
+    if request is None:
         print(HELP)
         return 0
-    request = read(argv)
     text = batch_script(request.batch)
     if request.dry_run:
         if request.as_json:
@@ -194,8 +194,9 @@ def to_slurm(argv: Sequence[str]) -> int:
     return follow(job) if request.follow else 0
 
 
-def read(argv: Sequence[str]) -> BatchRequest:
-    """Divide the line into sbatch's options, ours, and the script with its arguments. Raises UsageError."""
+def read(argv: Sequence[str]) -> BatchRequest | None:
+    """Divide the line into sbatch's options, ours, and the script with its arguments. None: it asks for help. Raises
+    UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
     chosen = {"--dry-run": False, "--no-follow": False, "--json": False}
     chain, spares = 1, 0
@@ -225,6 +226,8 @@ def read(argv: Sequence[str]) -> BatchRequest:
     if signal is not None and not any(word.startswith(("--preempt-signal", "--preempt_signal")) for word in own):
         own += ["--preempt-signal", signal]
     parsed = grammar.parse([*own, *words], {}, RUN_OPTIONS)  # errors are reported here and not by every node
+    if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
+        return None
     run = ("-m", "holdfast", "run", "--slurm", *own, *words)
     check_script(parsed, directives)
     name = job_name(parsed.values.training_script)
@@ -488,8 +491,8 @@ MARK = "# Written by `holdfast submit --slurm`"
 """The line by which a batch script of ours is known: only such a file is overwritten."""
 
 TOKEN_LINES = (
-    "# The job's secret, new at each start. It is in the environment, never on a command line.",
-    "HOLDFAST_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+    "# The job's secret, new at each start unless there is one. It is in the environment, never on a command line.",
+    "HOLDFAST_TOKEN=${HOLDFAST_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}",
     "export HOLDFAST_TOKEN",
 )
 
@@ -527,11 +530,16 @@ def batch_script(batch: Batch) -> str:
     return "\n".join([*header_lines(batch), "", *TOKEN_LINES, "", *command_lines(batch), ""])
 
 
+def directive_line(directive: Directive) -> str:
+    """The line for sbatch, which splits it into words as a shell does and takes `#` for the begin of a comment."""
+    return f"#SBATCH {shlex.quote(str(directive))}"
+
+
 def header_lines(batch: Batch) -> list[str]:
     lines = ["#!/bin/bash", f"{MARK}; it can be submitted again with sbatch."]
     if not batch.gave("job-name"):
-        lines.append(f"#SBATCH --job-name={batch.name}")
-    lines += [f"#SBATCH {each}" for each in batch.directives]
+        lines.append(directive_line(Directive("job-name", batch.name)))
+    lines += map(directive_line, batch.directives)
     if not batch.gave("ntasks-per-node"):
         lines += ["# One agent on each node starts that node's workers.", "#SBATCH --ntasks-per-node=1"]
     if not batch.gave("no-kill"):

@@ -343,7 +343,10 @@ class AgentService:
                 # then the workers' group and its supervisor end.
                 for signum in handled:
                     self._loop.remove_signal_handler(signum)
-                    if signum in self._options.signals and signum != signal.SIGINT:
+                    if signum not in self._options.signals:
+                        # For workers, who have ended (a preemption's notice, SIGUSR1): we must not end of it instead.
+                        signal.signal(signum, signal.SIG_IGN)
+                    elif signum != signal.SIGINT:
                         # The outcome is known, and a signal must not lose the verdict. The second one ends us.
                         self._loop.add_signal_handler(signum, self._loop.remove_signal_handler, signum)
                 self._driver.stop()

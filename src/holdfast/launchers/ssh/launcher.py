@@ -238,6 +238,8 @@ class Launcher:
         session, remote.session = remote.session, None
         if session is not None:
             remote.task = asyncio.ensure_future(session.close())
+            # The host is tried again, and the end of the run is seen, only when somebody looks.
+            remote.task.add_done_callback(lambda _: self._changed.set())
 
     def _nproc(self, spec: HostSpec) -> int | None:
         return spec.slots if spec.slots is not None else self._launch.nproc
