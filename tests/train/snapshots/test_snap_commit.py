@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -182,6 +183,31 @@ def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
         changes.write_rank(requests[1], content(2, 1))
     with pytest.raises(SnapshotIncompleteError, match=r"rank 1: cannot write"):
         changes.commit(requests[0], patience=3600)
+
+
+def test_a_part_whose_record_was_read_is_never_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 cannot sync the folder, and rank 0 is at its commit already."""
+    number = changes.begin(tmp_path, 2)
+    requests = [SaveRequest(str(tmp_path), 2, number, rank, 2) for rank in range(2)]
+    changes.write_rank(requests[0], content(2, 0))
+
+    def fails(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "sync_folder", fails)
+        changes.write_rank(requests[1], content(2, 1))
+    changes.commit(requests[0], patience=limit_s(30))
+    assert is_whole(newest(tmp_path))
+
+
+def test_a_file_that_is_renamed_between_two_looks_is_a_change(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    quiet = changes._Quiet(tmp_path)
+    quiet.lasts_s(["a"])
+    quiet._since_s -= 1000
+    assert quiet.lasts_s(["a"]) >= 1000
+    assert quiet.lasts_s(["a", "b.part"]) < 1000, "it was listed, and has another name by now"
 
 
 def test_a_file_that_shrank_before_the_commit_is_not_committed(tmp_path: Path) -> None:

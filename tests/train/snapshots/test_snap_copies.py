@@ -142,6 +142,20 @@ def test_the_state_that_all_have_stays(pair: tuple[Node, Node]) -> None:
     assert b.copied(0) == [3, 4]
 
 
+def test_a_sequence_number_may_come_again(pair: tuple[Node, Node]) -> None:
+    """The states of a life were dropped, and it ended before the next one."""
+    a, b = pair
+    a.send(a.stage(1), b.port)
+    a.slots.forget(above_step=0)
+    a.slots.close()
+    a.slots = Slots(a.folder, SlotOwner(0, a.rank, 2, 2), COUNT_MAX)
+    again = a.stage(2, attempt=8)
+    assert again.sequence == 1
+    assert again.request is not None
+    a.service.send(lend(again), again.sequence, again.request, (HOST, b.port), None)
+    assert 2 in b.copied(0)
+
+
 def test_a_state_that_is_held_is_not_staged_into(pair: tuple[Node, Node]) -> None:
     a, _ = pair
     a.stage(1)

@@ -543,3 +543,13 @@ def test_a_state_is_held_without_a_look_into_the_files(
         put(successor, 7, 7)
     assert [slot.step for slot in successor.committed()] == [7, 5, held]
     successor.close()
+
+
+def test_wrong_states_are_dropped_though_a_copy_is_sent_from_them(own: Slots) -> None:
+    for step in (40, 60):
+        put(own, step, step)
+    own.hold(request(40).identity, request(60).identity)
+    own.forget(above_step=20)
+    assert [slot.step for slot in own.committed()] == [60, 40], "what is being sent may not be staged into"
+    own.forget(above_step=40, locked=True)
+    assert [slot.step for slot in own.committed()] == [40]

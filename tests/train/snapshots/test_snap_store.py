@@ -444,6 +444,19 @@ def test_the_saver_uploads_what_a_worker_has_handed_over(
         bench.close()
 
 
+def test_a_rank_that_cannot_stage_its_part_is_not_waited_for(url: str, tmp_path: Path) -> None:
+    number = changes.begin(url, 3)
+    first, second = (SaveRequest(url, 3, number, rank, 2) for rank in range(2))
+    bench = RemoteBench(url, str(tmp_path / "gone"))
+    try:
+        bench.hand_over(second)
+        changes.write_rank(first, content(3, 0))
+        with pytest.raises(SnapshotIncompleteError, match=r"rank 1: .*gone"):
+            changes.commit(first, patience=3600)
+    finally:
+        bench.close()
+
+
 def test_a_killed_saver_leaves_an_attempt_that_the_next_life_clears(url: str, proxy: FaultyProxy) -> None:
     begun = threading.Event()
 

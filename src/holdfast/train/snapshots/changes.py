@@ -240,8 +240,8 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
             note=request.note if search is None else {**request.note, NOT_FINITE: search.first()},
         )
         disk.write_atomically(folder / record_file(request.rank), record.dump())
-        if request.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
-            disk.sync_folder(folder)
+        if request.rank:
+            _sync_part(folder)
     except FileNotFoundError as error:
         # Rank 0 may have read the record, the last one that it waited for, and committed before this rank has synced.
         committed = request.committed_path
@@ -256,6 +256,17 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
         raise failure from error
     at("recorded")
     return record
+
+
+def _sync_part(folder: Location) -> None:
+    """Sync the folder of a part whose record is there. An error gives up no part: rank 0 may have read the record, and
+    syncs the folder, too, with the manifest in it. Raises FileNotFoundError."""
+    try:
+        disk.sync_folder(folder)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        pass
 
 
 def commit(
@@ -354,10 +365,17 @@ class _Quiet:
 
     def lasts_s(self, names: Iterable[str]) -> float:
         """The time of it (s). `names`: the files that are there now."""
-        seen = {(name, disk.size(self._folder / name)) for name in names}
+        seen = {(name, self._size_bytes(name)) for name in names}
         if seen != self._seen or is_being_written(self._folder):
             self._seen, self._since_s = seen, time.monotonic()
         return time.monotonic() - self._since_s
+
+    def _size_bytes(self, name: str) -> int:
+        """The size of this file; -1: it was renamed since it was listed, which is a change, too."""
+        try:
+            return disk.size(self._folder / name)
+        except FileNotFoundError:
+            return -1
 
 
 def _gather(request: SaveRequest, patience: float, left: threading.Event | None) -> list[RankRecord]:

@@ -96,7 +96,7 @@ class CopyService:
         """Sockets whose caller has not given its proof yet, the oldest first, and the caller's origin (`_origin`)."""
         self._received: dict[int, tuple[Slots, threading.Lock]] = {}
         """The slots of received copies by rank, each with the lock of the thread that uses them."""
-        self._digests: dict[tuple[Path, int], dict[int, Digests]] = {}
+        self._digests: dict[tuple[Path, int], dict[tuple[int, float], Digests]] = {}
         """Digests of slots that were sent or received, by folder and local rank, then by sequence number. A caller that
         fetches such a slot does not wait for them, and notices what has changed in this memory since."""
 
@@ -320,13 +320,15 @@ class CopyService:
 
     def _known(self, folder: Path, slot: Slot) -> Digests:
         """The digests of this slot; empty: it was neither sent nor received."""
-        return self._digests.get((folder, slot.local_rank), {}).get(slot.sequence, ())
+        return self._digests.get((folder, slot.local_rank), {}).get((slot.sequence, slot.unix_s), ())
 
     def _remember(self, folder: Path, slot: Slot, digests: Digests) -> None:
         """Keep the digests of this slot, and of as many older ones as can still be valid."""
         known = self._digests.get((folder, slot.local_rank), {})
         newest = sorted(known)[1 - COUNT_MAX :]
-        self._digests[folder, slot.local_rank] = {**{each: known[each] for each in newest}, slot.sequence: digests}
+        # With the time: a worker after one whose newest states were dropped gives their sequence numbers again.
+        state = slot.sequence, slot.unix_s
+        self._digests[folder, slot.local_rank] = {**{each: known[each] for each in newest}, state: digests}
 
     def forget(self, above_step: int, tell: Tell = lambda _: None) -> None:
         """Drop copies of later steps, since training goes on from this one. It may wait; `tell` gets the answer."""

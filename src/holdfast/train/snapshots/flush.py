@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.train.snapshots import disk, slots
-from holdfast.train.snapshots.changes import SaveRequest, abandon, commit
+from holdfast.train.snapshots.changes import SaveRequest, abandon, commit, refuse
 from holdfast.train.snapshots.folder import attempt_location, entries, first_of, inspect, is_being_written
 from holdfast.train.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.train.snapshots.lease import FOLDER_ID, is_of_another_folder
@@ -441,22 +441,31 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
     ]
 
 
+def _data_of(save: Save) -> memoryview:
+    """The bytes to write, on the local disk if they are staged there. Raises SnapshotError."""
+    slot = slots.read_descriptor(save.fd, mappings=save.mappings)
+    if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
+        raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot has changed.")
+    data = save.request.of_file(slot.data)
+    return _staged(data, save.stage) if save.stage else data
+
+
 def _write(save: Save, written: list[Written], tell: Tell) -> None:
     """Write the slot. It is free when this returns, whether the save succeeded or not; `tell` gets the message that it
     is free. `written` gets what is to be read back. Raises SnapshotError."""
     with contextlib.ExitStack() as releasing:
         releasing.callback(slots.release, save.fd)
-        slot = slots.read_descriptor(save.fd, mappings=save.mappings)
-        if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
-            raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot has changed.")
         location = location_of(save.request.folder)
         if isinstance(location, Path) and not location.is_absolute():  # this process has another working directory
             raise SnapshotWriteError(f"{save.request.folder} is not an absolute path")
         if save.pending_flush is not None:
             _await_attempt(save)
-        data = save.request.of_file(slot.data)
+        try:
+            data = _data_of(save)
+        except SnapshotError as error:
+            refuse(save.request, str(error))  # otherwise rank 0 would wait for this rank's part
+            raise
         if save.stage:
-            data = _staged(data, save.stage)
             releasing.close()
             tell({"is": "written"})
         try:

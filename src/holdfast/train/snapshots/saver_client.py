@@ -240,15 +240,19 @@ class SaverClient:
         return found
 
     def forget(self, above_step: int) -> None:
-        if self._newest_step > above_step:  # a read costs a few milliseconds
-            self.slots.forget(above_step=above_step)
-            if self._copies:
-                self._ask({"do": "forget", "above_step": above_step}, "forgotten")
-                self._wait_for("forgotten")  # a copy of such a step that comes later is new, and must stay
+        self._forget(above_step)
 
     def drop(self, above_step: int) -> None:
         self._newest_step = above_step + 1
-        self.forget(above_step)
+        # A state that was sent to another node is wrong there and here: it must not be the one that is left.
+        self._forget(above_step, locked=True)
+
+    def _forget(self, above_step: int, *, locked: bool = False) -> None:
+        if self._newest_step > above_step:  # a read costs a few milliseconds
+            self.slots.forget(above_step=above_step, locked=locked)
+            if self._copies:
+                self._ask({"do": "forget", "above_step": above_step}, "forgotten")
+                self._wait_for("forgotten")  # a copy of such a step that comes later is new, and must stay
 
     # --- copies on other nodes ----------------------------------------------------------------------------------------
 

@@ -352,10 +352,16 @@ class Slots:
         self.abandon()
         return committed_slots(self._folder, self.owner.local_rank)
 
-    def forget(self, *, above_step: int) -> None:
-        """Drop slots of later steps: the ranks agreed to continue from this step."""
+    def forget(self, *, above_step: int, locked: bool = False) -> None:
+        """Drop slots of later steps: the ranks agreed to continue from this step. `locked`: also those that the saver
+        has locked, and those that `hold` protects, which a copy is sent from: their bytes stay as they are."""
         for slot in self.committed():
-            if slot.step > above_step and (held := self._lock(slot.number)) is not None:
+            if slot.step <= above_step:
+                continue
+            held = self._lock(slot.number)
+            if held is None and locked:
+                held = open_for_writing(self._files[slot.number].path)
+            if held is not None:
                 self._invalidate(slot.number, held)
                 release(held)
 
