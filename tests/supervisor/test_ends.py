@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from holdfast.supervisor.ends import (
     Recorded,
     facts_for,
     failure_of_spawn,
+    in_thread,
     read_error_file,
     read_tail,
     with_evidence,
@@ -282,3 +284,14 @@ def test_collectives_in_an_error_file_are_read_if_they_are_ones(tmp_path: Path, 
     path.write_text(json.dumps({"message": {"message": "a.B: text", "extraInfo": {"recorded_collectives": written}}}))
     found = read_error_file(str(path))
     assert (found.message, len(found.collectives)) == ("a.B: text", count)
+
+
+async def test_evidence_is_read_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason why the workers failed: the first of them takes the thread that there is."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert await in_thread(lambda: "read") == "read"

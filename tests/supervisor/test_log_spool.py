@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,6 +162,10 @@ for number, name in enumerate(("stdout.log", "stderr.log")):
     os.write(worker, b"moved\\n")
     spool.move()
     os.write(worker, b"not moved\\n" * 100_000)
+    if len(sys.argv) > 5:
+        os.write(worker, b"dropped\\n" * 4_000_000)
+        spool.shed(1 << 20)
+        os.write(worker, b"last\\n")
 doomed = Path(sys.argv[4])
 doomed.mkdir(mode=0o700)
 seqpacket.send(handle.sock, {"do": "remove", "path": str(doomed)})
@@ -181,3 +186,19 @@ def test_the_supervisor_moves_and_removes_what_a_killed_agent_has_not(path: Path
     for name in ("stdout.log", "stderr.log"):
         until(lambda name=name: path.with_name(name).read_bytes() == whole, f"all of it in {name}")
     until(lambda: not doomed.exists(), "the folder is removed")
+
+
+def test_what_the_agent_had_dropped_is_said_by_the_supervisor(path: Path, tmp_path: Path) -> None:
+    """It is a hole in the memory: of the file's bytes none is a zero."""
+    line = [sys.executable, "-c", KILLED, path, "running", tmp_path / "pid", tmp_path / "doomed", "sheds"]
+    assert subprocess.run(line, timeout=limit_s(60)).returncode == -signal.SIGKILL
+    for name in ("stdout.log", "stderr.log"):
+        until(lambda name=name: path.with_name(name).read_bytes().endswith(b"\nlast\n"), f"all of it in {name}")
+        text = path.with_name(name).read_bytes()
+        assert b"\0" not in text
+        missing = re.findall(rb"\nholdfast: (\d+) bytes of output are missing here: ", text)
+        assert len(missing) == 1
+        note = re.search(rb"\nholdfast: .*\n", text)
+        assert note is not None
+        whole_bytes = len(b"moved\n" + b"not moved\n" * 100_000 + b"dropped\n" * 4_000_000 + b"last\n")
+        assert len(text) - len(note[0]) + int(missing[0]) == whole_bytes

@@ -350,6 +350,27 @@ def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
     assert {functions(samples[0])[0] for samples in asyncio.run(scenario())} == {("<module>", 3)}
 
 
+def test_a_look_that_cannot_start_keeps_no_descriptor(
+    board: Board, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread is left: that is when jobs hang, and are looked at again and again."""
+    process = start(SLEEPS)
+    stack_sampler = StackSampler(board, 1, int, time.time())
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            with pytest.raises(RuntimeError):
+                await stack_sampler.look({0: process.pid}, None)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(scenario())
+
+
 def test_a_board_that_is_closed_meanwhile(start: Start, board: Board, tmp_path: Path) -> None:
     process = start(SLEEPS)
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")

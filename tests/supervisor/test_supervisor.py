@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -445,3 +446,43 @@ async def test_terminal_signals_do_not_end_the_supervisor(bench: Any) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         os.kill(bench.supervisor.handle.pid, signum)
     assert await output_of(bench, ["echo", "still"]) == "still\n"
+
+
+OF_ANOTHER_USER = """
+import asyncio, signal
+from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SupervisorClient
+from holdfast.supervisor.supervisor import exec_supervisor
+
+
+async def main():
+    events = asyncio.Queue()
+    supervisor = SupervisorClient(exec_supervisor(()), events.put_nowait)
+    supervisor.spawn("a", ["setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", "echo up; sleep 2"])
+    supervisor.spawn("b", ["sleep", "1000"])
+    for _ in range(2):
+        assert isinstance(await events.get(), ProcessStarted)
+    await asyncio.sleep(0.5)
+    supervisor.signal("a", signal.SIGTERM)
+    supervisor.signal("b", signal.SIGTERM)
+    print([((each := await events.get()).key, each.exit_code) for _ in range(2)])
+    await supervisor.close()
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root, with setpriv, becomes another user"
+)
+def test_a_worker_of_another_user_costs_no_other_worker() -> None:
+    """As `sudo` in front of a program makes it: nobody but root may signal it, a right that is taken away here."""
+    line = ["setpriv", "--bounding-set=-kill", sys.executable, "-c", OF_ANOTHER_USER]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
+    assert done.stdout.splitlines()[-1:] == ["[('b', -15), ('a', 0)]"], done.stdout + done.stderr
+
+
+async def test_a_start_that_fails_without_a_file_names_the_program(bench: Any) -> None:
+    bench.supervisor.spawn("a", ["sleep", "1000"], cpus=[100_000])
+    failed = await bench.next(SpawnFailed)
+    assert failed.text.endswith(": sleep"), failed.text

@@ -83,7 +83,8 @@ def main() -> NoReturn:
         # Once it is reaped, its number may be another process's
         # (test_an_interruption_after_the_end_of_the_program_changes_nothing).
         if signal.SIGINT in came and status is None:
-            os.kill(child, signal.SIGINT)
+            with contextlib.suppress(PermissionError):  # it is another user's by now: `sudo …`
+                os.kill(child, signal.SIGINT)
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == child else status

@@ -27,7 +27,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, ValidationError, convert, structs
 
@@ -43,6 +43,7 @@ from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.log_spool import Spool, WorkerStreams
 from holdfast.traceback_text import cut_middle, shortened
 
+Result = TypeVar("Result")
 EXIT_AFTER_EXCEPTION = 1
 """Python's exit code after an uncaught exception."""
 
@@ -138,7 +139,7 @@ class Ends:
     async def _report_in_turn(
         self, worker: Worker, bare: Failure, died_in: int, earlier: tuple[asyncio.Task[None], ...], *, raised: bool
     ) -> None:
-        left = await asyncio.to_thread(left_with_zero, bare, worker.streams) if bare.exit_code == 0 else None
+        left = await in_thread(lambda: left_with_zero(bare, worker.streams)) if bare.exit_code == 0 else None
         if earlier:
             await asyncio.wait(earlier)
         if left is None:
@@ -156,11 +157,20 @@ class Ends:
     async def _read(self, worker: Worker, bare: Failure, died_in: int) -> None:
         """Read the evidence of a failure and report it. It belongs to the generation `died_in`, also if the others go
         on in another one meanwhile."""
-        failure = await asyncio.to_thread(with_evidence, bare, worker.streams, out_of_memory=self._oom.struck)
+        failure = await in_thread(lambda: with_evidence(bare, worker.streams, out_of_memory=self._oom.struck))
         self._journal.write("worker_failed", generation=died_in, **fields_of(failure))
         # The console holds the traceback back until it knows whether the last screen shows it.
         self._router.failed(failure.rank, failure.traceback)
         self._emit(FailureRead(died_in, worker.local_rank, failure))
+
+
+async def in_thread(read: Callable[[], Result]) -> Result:
+    """What this returns, which reads a disk. Where no thread can be started, perhaps the reason why workers failed, it
+    reads here: files of some lines."""
+    try:
+        return await asyncio.to_thread(read)
+    except RuntimeError:
+        return read()
 
 
 # --- what is known at once --------------------------------------------------------------------------------------------

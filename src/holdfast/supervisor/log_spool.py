@@ -225,7 +225,7 @@ class Spool:
 
     def _note_missing(self, file: int) -> None:
         """Write into the file how many bytes are missing there. OSError; then half a note is removed."""
-        note = f"\nholdfast: {self._missing_bytes} bytes of output are missing here: this disk took nothing\n".encode()
+        note = missing_note(self._missing_bytes)
         begin = os.lseek(file, 0, os.SEEK_CUR)
         try:
             while note:
@@ -255,14 +255,22 @@ class Spool:
         """
         with self._lock:
             size = self.size_bytes
-            begin, kept_from = self._gap or (self.moved_bytes + CHUNK_BYTES_MAX, self.moved_bytes)
+            page_bytes = os.sysconf("SC_PAGESIZE")
+            # A whole page: what is zeroed in a part of one could not be told from output (`move_rest`).
+            first = -(-(self.moved_bytes + CHUNK_BYTES_MAX) // page_bytes) * page_bytes
+            begin, kept_from = self._gap or (first, self.moved_bytes)
             if size - kept_from <= bytes_max:
                 return
             end = size - bytes_max // 2
-            end -= end % os.sysconf("SC_PAGESIZE")
+            end -= end % page_bytes
             if end > begin:
                 _punch(self.memory_fd, begin, end)
                 self._gap = begin, end
+
+
+def missing_note(count: int) -> bytes:
+    """The line in a log file where so many bytes were dropped."""
+    return f"\nholdfast: {count} bytes of output are missing here: this disk took nothing\n".encode()
 
 
 def create(path: Path) -> int:

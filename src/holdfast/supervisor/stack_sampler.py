@@ -292,7 +292,7 @@ class _RankLook(Struct):
     local_rank: int
     pid: int
     fd: int
-    """The file into which it writes; a duplicate of our descriptor."""
+    """The file into which it writes; a duplicate of our descriptor. -1: it is closed."""
     variable: bytes
     """A variable in its environment, and in no other worker's."""
     stat: ProcessStat | None = None
@@ -386,8 +386,13 @@ class StackSampler:
             await self._files.pause()
 
             # The stacks, and what the kernel counts.
-            looks = [self._begun(rank, pid) for rank, pid in sorted(pids.items())]
-            samples = await run_detached(lambda: _collect(looks))
+            looks: list[_RankLook] = []
+            try:
+                looks.extend(self._begun(rank, pid) for rank, pid in sorted(pids.items()))
+                samples = await run_detached(lambda: _collect(looks))
+            except (OSError, RuntimeError):  # no descriptor, or no thread, is left: a look that comes again keeps none
+                _close_files(looks)
+                raise
             self._dumped = {look.pid: _dumped(look) for look in looks}
             self._tallies = {
                 look.pid: (look.talked, look.wanted, look.awaited, look.awaited_by_threads) for look in looks
@@ -459,8 +464,10 @@ class StackSampler:
     def _with_collectives(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
         """Add the collectives that torch's flight recorder has. Blocks."""
         self._questions += 1
-        fds = {sample.local_rank: os.dup(self._board.stacks(sample.local_rank)) for sample in samples}
+        fds: dict[int, int] = {}
         try:
+            for sample in samples:
+                fds[sample.local_rank] = os.dup(self._board.stacks(sample.local_rank))
             asked = [
                 sample.local_rank
                 for sample in samples
@@ -543,8 +550,15 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
                 look.text = os.pread(look.fd, DUMP_BYTES_MAX, 0).decode(errors="replace")
         return tuple(_sample(look) for look in looks)
     finally:
-        for look in looks:
+        _close_files(looks)
+
+
+def _close_files(looks: list[_RankLook]) -> None:
+    """Close the looks' files, unless they are closed already."""
+    for look in looks:
+        if look.fd >= 0:
             os.close(look.fd)
+            look.fd = -1
 
 
 def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Mapping[int, int]) -> None:

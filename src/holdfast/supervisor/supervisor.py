@@ -93,6 +93,26 @@ class RecordedChild(NamedTuple):
     """It survives `kill_tree` and the fence, and so does everything below it."""
 
 
+def move_rest(memory_fd: int, file: int) -> None:
+    """Append what is left of this memory to the file. Holes are what the agent dropped, since the disk did not take it.
+    Raises OSError."""
+    # The read offset is that of the open file, which the agent shares with us: what it has moved is behind.
+    at, size = os.lseek(memory_fd, 0, os.SEEK_CUR), os.fstat(memory_fd).st_size
+    while at < size:
+        try:
+            begin = os.lseek(memory_fd, at, os.SEEK_DATA)
+        except OSError:  # nothing but a hole is left
+            begin = size
+        if begin > at:
+            from holdfast.supervisor.log_spool import missing_note
+
+            os.write(file, missing_note(begin - at))
+        at = os.lseek(memory_fd, begin, os.SEEK_HOLE) if begin < size else size
+        os.lseek(memory_fd, begin, os.SEEK_SET)
+        while begin < at:
+            begin += os.sendfile(file, memory_fd, None, min(LOG_CHUNK_BYTES, at - begin))
+
+
 def fork_supervisor() -> SupervisorHandle:
     """Fork the supervisor. The agent calls this once, before it starts a thread or installs a signal handler.
 
@@ -311,9 +331,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 os.lseek(file, 0, os.SEEK_END)
-                # The read offset is that of the open file, which the agent shares with us: what it has moved is behind.
-                while os.sendfile(file, memory_fd, None, LOG_CHUNK_BYTES):
-                    pass
+                move_rest(memory_fd, file)
 
     def _poll_timeout_ms(self) -> int | None:
         """The time after which something is due without any event; None: nothing is."""
@@ -461,7 +479,8 @@ class Supervisor:
                 environment.pop(name, None)
             os.execvpe(command["argv"][0], command["argv"], environment)
         except OSError as error:
-            name = command["cwd"] if error.filename == command["cwd"] else command["argv"][0]
+            folder = command["cwd"]
+            name = folder if folder is not None and error.filename == folder else command["argv"][0]
             os.write(report, f"{error.errno} {error.strerror}: {name}".encode(errors="surrogateescape"))
         except BaseException as error:  # noqa: BLE001 - the forked child must not live on as a second supervisor
             os.write(report, f"0 {type(error).__name__}: {error}".encode(errors="backslashreplace"))
@@ -503,7 +522,8 @@ class Supervisor:
         # A recorded process is not reaped yet, so its number is still its own: no pidfd is needed.
         for pid, each in self._recorded.items():
             if each.key == key:
-                with contextlib.suppress(ProcessLookupError):
+                # One that has become another user's (`sudo`, `setpriv`) costs a signal, and not all other workers.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signum)
 
     def _reap(self) -> None:
