@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
@@ -418,6 +418,39 @@ def test_a_loader_tells_how_much_each_batch_weighs(whole) -> None:
     assert micro.last
     torch.testing.assert_close(gradients(model), expected)
     torch.testing.assert_close(micro.loss, loss)
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_two_blocks_for_one_batch_add_up_in_any_world(batch_size: int) -> None:
+    """As of a GAN's discriminator: how many micro-batches a step has depends on the number of ranks."""
+    rows = TensorDataset(torch.arange(1.0, 9.0).reshape(8, 1))
+    loader = ht.DataLoader(rows, batch_size=batch_size, global_batch_size=4, shuffle=False)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    seen = []
+    for (part,) in loader:
+        for weight in (1.0, 10.0):
+            with ht.accumulate(model, loader) as micro:
+                micro.backward(weight * model(part).mean())
+        if micro.last:
+            assert model.weight.grad is not None
+            seen.append((model.weight.grad.item(), micro.loss.item()))
+            model.zero_grad()
+    assert seen == [(27.5, 27.5), (71.5, 71.5)]
+
+
+def test_two_blocks_for_one_batch_that_may_be_repeated_are_refused() -> None:
+    rows = TensorDataset(torch.arange(1.0, 9.0).reshape(8, 1))
+    loader = ht.DataLoader(rows, batch_size=4, global_batch_size=4, shuffle=False, shrink_on_oom=True)
+    model = nn.Linear(1, 1)
+    next(iter(loader))
+    with ht.accumulate(model, loader):
+        pass
+    with (
+        pytest.raises(ProcessGroupError, match="one block of ht"),
+        ht.accumulate(model, loader),
+    ):
+        pass
 
 
 def test_the_loss_before_the_last_is_the_mean_so_far() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError, TrackingError
@@ -98,6 +99,32 @@ def test_gradients_that_are_added_up_by_hand_hold_up_the_save(training: Training
             training.optimizer.zero_grad()
         training.snaps.step()
     assert training.saved() == [4, 8]
+
+
+def test_a_save_that_is_asked_for_between_micro_batches_complains(training: Training) -> None:
+    """Gradients are in no snapshot: these samples would be in no step after a resume."""
+    training.backward()
+    training.snaps.step()
+    with pytest.warns(RuntimeWarning, match="gradients of an optimizer step are pending"):
+        training.snaps.save()
+    training.snaps._pending._newest = WherePending.EVERYWHERE  # as with micro-batches that ranks exchange
+    with pytest.raises(TrackingError, match="gradients of an optimizer step are pending"):
+        training.snaps.save()
+    training.optimizer.step()
+    training.snaps.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.snaps.save()  # the gradients are still there: zero_grad() may come before the next pass
+
+
+def test_an_epoch_that_ends_between_micro_batches_is_saved_with_a_warning(training: Training) -> None:
+    def train() -> None:
+        for _ in training.state.epochs(1, save=True):
+            training.backward()
+            training.snaps.step()
+
+    with pytest.warns(RuntimeWarning, match="gradients of an optimizer step are pending"):
+        train()
 
 
 def test_many_batches_that_are_added_up_by_hand_are_known_after_the_first_step(training: Training) -> None:
@@ -393,6 +420,46 @@ def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None
         warnings.simplefilter("error")
         loop(training, Whole())
     training.snaps.close()
+
+
+class Holder:
+    """An object of the script that has a schedule, and its state."""
+
+    def __init__(self, schedule: LRScheduler) -> None:
+        self.schedules = [schedule]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.schedules[0].state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedules[0].load_state_dict(state["first"])
+
+
+def test_a_schedule_that_is_not_tracked_is_noticed(training: Training) -> None:
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, 8)
+    training.backward()
+    training.optimizer.step()
+    schedule.step()
+    with pytest.warns(RuntimeWarning, match="a schedule sets the learning rate of the SGD, and is not tracked"):
+        training.snaps.step()
+
+
+@pytest.mark.parametrize("form", ["itself", "in an object", "two in one"])
+def test_a_schedule_that_is_tracked_is_not_complained_of(tmp_path: Path, form: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 8)
+    if form == "two in one":
+        schedule = torch.optim.lr_scheduler.SequentialLR(
+            optimizer, [schedule, torch.optim.lr_scheduler.StepLR(optimizer, 4)], [2]
+        )
+    with ht.Snapshots(tmp_path / "runs", every=None) as snaps, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        snaps.track(model=model, optimizer=optimizer, schedule=Holder(schedule) if form == "in an object" else schedule)
+        snaps.resume()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        snaps.step()
 
 
 def test_an_optimizer_of_a_tracked_model_that_is_not_tracked_is_noticed(training: Training) -> None:

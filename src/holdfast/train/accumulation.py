@@ -115,6 +115,8 @@ class _Accumulation:
         self._warned = False
         self._loader: weakref.ref[HasShare] | None = None
         """The loader of the last micro-batch, if the loader makes the steps."""
+        self._share: Share | None = None
+        """The batch of that micro-batch."""
 
     def next_of(self, loader: DataLoader, micro_batches: int) -> tuple[int, int, float] | None:
         """Number, count and scale of the next micro-batch, if `micro_batches` batches of the loader make a step (at the
@@ -193,6 +195,11 @@ class _Accumulation:
                 stacklevel=4,
             )
 
+    def _is_same_batch(self, share: Share | None) -> bool:
+        """Whether this is the batch of the micro-batch before. `share`: None: a loader does not make the steps."""
+        before, self._share = self._share, share
+        return share is not None and share is before
+
     def _is_begun_again(self, loader: HasShare, number: int) -> bool:
         """Whether this micro-batch begins a step that the same loader had begun before, and that the loop has left."""
         before, self._loader = self._loader, weakref.ref(loader)
@@ -204,16 +211,24 @@ class _Accumulation:
     ) -> Iterator[MicroBatch]:
         """One micro-batch, whose passes are made in the block. `maker`: the loader, if that makes the steps. If it
         shrinks, the step is repeated with smaller micro-batches when a rank runs out of memory."""
-        if maker is not None and self._is_begun_again(maker, number) and (model := self._model()) is not None:
-            model.zero_grad()  # the gradients so far are those of micro-batches that come again
         loader: Any = maker if getattr(maker, "_shrinks_on_oom", False) else None
-        if number == 0:
-            self._sum, self._weight, self._exchange = None, 0.0, None
-            self._careful = None if loader is None else self._be_careful()
+        # Another block for the same batch, as of a GAN, whose discriminator gets two losses: its gradients are added.
+        another = self._is_same_batch(None if maker is None else maker.share)
+        if another and loader is not None:
+            raise ProcessGroupError(
+                "shrink_on_oom=True works with one block of ht.accumulate for each batch\n"
+                "give all its losses to one block, with micro.backward(…) for each"
+            )
+        if not another:
+            if maker is not None and self._is_begun_again(maker, number) and (model := self._model()) is not None:
+                model.zero_grad()  # the gradients so far are those of micro-batches that come again
+            if number == 0:
+                self._sum, self._weight, self._exchange = None, 0.0, None
+                self._careful = None if loader is None else self._be_careful()
+            self._weight += scale
 
         careful = self._careful
         self.begun += 1
-        self._weight += scale
         micro = MicroBatch(self, number, micro_batches, scale)
         attempt = careful.attempt(loader) if careful and loader else contextlib.nullcontext()
         with attempt, self._synced(exchange=micro.last and careful is None):

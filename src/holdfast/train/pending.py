@@ -55,6 +55,8 @@ class PendingGradients:
         self._silent_calls_known = 0
         """The largest such number after which an optimizer did step: the number of batches that are added up by hand.
         """
+        self._newest = WherePending.NONE
+        """The answer of the last call of `at_step`."""
         self._micro_batches: dict[int, UnfinishedStep] = {}
         """Unfinished steps of `ht.accumulate` at the last call of `at_step`, by the model's identity."""
 
@@ -78,9 +80,18 @@ class PendingGradients:
         self.stepped = False
         self._silent_calls = 0
         self._micro_batches = {}
+        self._newest = WherePending.NONE
+
+    def now(self) -> WherePending:
+        """The answer between two calls of `at_step`, for a save that the script itself asks for."""
+        return self._newest if not self.stepped and self._has_gradients() else WherePending.NONE
 
     def at_step(self) -> WherePending:
         """The answer for this call of `snaps.step()`, which begins a new step."""
+        self._newest = self._at_step()
+        return self._newest
+
+    def _at_step(self) -> WherePending:
         stepped, self.stepped = self.stepped, False
         before, self._micro_batches = self._micro_batches, unfinished_micro_batches()
         # A model whose step is where it was at the last call is not trained any more: its step delays no save.

@@ -62,7 +62,7 @@ from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
-from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
+from holdfast.train.untracked import UntrackedData, UntrackedOptimizers, without_its_schedule
 
 if TYPE_CHECKING:
     from holdfast.train.generation_calls import FunctionsCalled
@@ -605,8 +605,20 @@ class Snapshots:
                     RuntimeWarning,
                     stacklevel=4,
                 )
+            self._warn_of_schedules()
 
         self._until_first_step.append(look)
+
+    def _warn_of_schedules(self) -> None:
+        """Warn if the schedule of a tracked optimizer is not tracked. (In `ht.survive` that is refused.)"""
+        found = without_its_schedule(self._tracker.optimizers, self._tracker.others.values())
+        if found and self._peers is not None and self._peers.rank == 0 and self._survivor is None:
+            warnings.warn(
+                f"holdfast: a schedule sets the learning rate of the {found}, and is not tracked: after a resume it "
+                "begins again, from the rate of that moment.\nGive it to track(), too.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _saving_or_begin(self) -> Saving:
         """The object that saves. Without resume() a new run begins here. Raises TrackingError if there is something to
@@ -715,14 +727,30 @@ class Snapshots:
         save.
 
         With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks, and TrackingError
-        between the optimizer's step and step()."""
+        between the optimizer's step and step(), and between two micro-batches of one step."""
         if self._pending.stepped:
             self._tracker.check_counted()
+        self._check_pending(raises=True)
         saving = self._saving_or_begin()
         self._check_background(saving)
         self._save(saving, durable=True, demanded=True)
         if wait:
             self._wait(saving)
+
+    def _check_pending(self, *, raises: bool) -> None:
+        """Complain of a save while gradients are pending, which are in no snapshot: after a resume that step would lack
+        their samples. Raises TrackingError, if it may, where all ranks know of them."""
+        pending = self._pending.now()
+        if pending is WherePending.NONE:
+            return
+        text = (
+            "gradients of an optimizer step are pending, and snapshots have none: after a resume from this save their "
+            "samples would be in no step\n"
+            "save after the optimizer's step, or leave it to snaps.step(), which waits for that"
+        )
+        if raises and pending is WherePending.EVERYWHERE:
+            raise TrackingError(text)
+        warnings.warn(f"holdfast: {text}", RuntimeWarning, stacklevel=4)
 
     def _wait(self, saving: Saving) -> None:
         try:
@@ -739,6 +767,7 @@ class Snapshots:
 
     def _save_epoch(self) -> None:
         if not self._closed:
+            self._check_pending(raises=False)
             self._save(self._saving_or_begin(), durable=True)
 
     def _save(self, saving: Saving, *, durable: bool, demanded: bool = False, pending: bool = False) -> bool:

@@ -259,6 +259,12 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def has_schedule(optimizer: Any) -> bool:
+    """Whether a schedule of torch sets this optimizer's learning rate. False where torch leaves no mark: then a schedule
+    that is not tracked is not noticed."""
+    return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))
+
+
 def fsdp_exchanges(model: Any) -> bool:
     """Whether the next backward pass of an FSDP2 module exchanges gradients. False where torch cannot tell: the guard
     against exchanges in each micro-batch is then silent."""

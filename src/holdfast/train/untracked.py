@@ -1,4 +1,4 @@
-"""Notices a torch DataLoader, or an optimizer, that a training uses and that is not tracked, in its first steps.
+"""Notices what a training uses and does not track, in its first steps: torch DataLoaders, optimizers and schedules.
 
 The position of a loader that is not tracked is in no snapshot. A resume in the middle of an epoch, and a loss in
 `ht.survive`, begin the epoch again: the first samples are trained twice. torch has no hook for passes, so its
@@ -10,7 +10,7 @@ once, and none for a long time.
 
 An optimizer that is not tracked and steps a tracked model begins with an empty state after a resume. torch's public
 hook of all optimizers shows it. An optimizer inside a tracked one, which steps it itself, as SAM does, counts as
-tracked.
+tracked. A schedule that is not tracked begins again after a resume; torch marks the optimizer whose rate it sets.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class UntrackedOptimizers:
         """`others`: further tracked objects. An optimizer inside one of them counts as tracked."""
         self._parameters = {id(each) for model in models for each in model.parameters()}
         # The wrapper of accelerate steps torch's optimizer inside, and has its state.
-        self.tracked = {id(each) for one in tracked for each in (one, getattr(one, "optimizer", None))}
+        self.tracked = {id(each) for one in tracked for each in _with_inner(one)}
         """The identities of the tracked optimizers."""
         self.tracked |= {id(each) for one in others for each in _optimizers_in(one)}
         self.found = ""
@@ -220,10 +220,38 @@ class UntrackedOptimizers:
         return steps
 
 
+def without_its_schedule(optimizers: Iterable[Optimizer], others: Iterable[Any]) -> str:
+    """The class of a tracked optimizer whose learning rate a schedule sets that is not tracked; empty: there is none.
+    After a resume that schedule would begin again, from the rate that the optimizer has then. `others`: the further
+    tracked objects."""
+    scheduled = {
+        id(one)
+        for each in others
+        for schedule in (each, *_attributes(each))
+        if isinstance(schedule, LRScheduler)
+        for one in _with_inner(schedule.optimizer)
+    }
+    for each in optimizers:
+        both = _with_inner(each)
+        if any(map(torch_private.has_schedule, both)) and not any(id(one) in scheduled for one in both):
+            return type(each).__name__
+    return ""
+
+
+def _with_inner(optimizer: Any) -> list[Any]:
+    """An optimizer, and torch's inside it if it is a wrapper of accelerate."""
+    inner = getattr(optimizer, "optimizer", None)
+    return [optimizer] if inner is None else [optimizer, inner]
+
+
 def _optimizers_in(each: Any) -> list[Any]:
     """The optimizers that this object has as attributes, or in lists of them. A schedule only changes its optimizer."""
     if isinstance(each, LRScheduler):
         return []
+    return [value for value in _attributes(each) if isinstance(value, Optimizer)]
+
+
+def _attributes(each: Any) -> list[Any]:
+    """The values of its attributes, and of those that are lists their items."""
     values = [*vars(each).values()] if hasattr(each, "__dict__") else []
-    values += [item for value in values if isinstance(value, (list, tuple)) for item in value]
-    return [value for value in values if isinstance(value, Optimizer)]
+    return values + [item for value in values if isinstance(value, (list, tuple)) for item in value]
