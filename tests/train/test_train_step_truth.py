@@ -422,6 +422,32 @@ def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None
     training.snaps.close()
 
 
+@pytest.mark.parametrize("saves", ["save()", "epochs(save=True)"])
+def test_a_save_after_a_schedule_in_the_body_of_an_epoch_is_noticed(tmp_path: Path, saves: str) -> None:
+    """That code runs again after a resume: the schedule would step twice."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8)
+    loader = ht.DataLoader(Rows(), 4)
+    with ht.Snapshots(tmp_path / "runs", every=None) as snaps, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        state = snaps.track(model=model, optimizer=optimizer, schedule=schedule, loader=loader)
+        snaps.resume()
+        for _ in state.epochs(2, save=saves != "save()"):
+            for number, batch in enumerate(loader):
+                model(torch.randn(4, 3) + batch.sum() * 0).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snaps.step()
+                if number == 2:
+                    snaps.save()  # in the middle of an epoch
+            schedule.step()
+            if saves == "save()":
+                snaps.save()
+    found = [str(each.message) for each in told if "has stepped" in str(each.message)]
+    assert len(found) == (2 if saves == "save()" else 0), told
+
+
 class Holder:
     """An object of the script that has a schedule, and its state."""
 

@@ -2,7 +2,7 @@
 
 Pure text from a Resolution: the same line and environment give the same plan. Values that the rendezvous decides are
 shown as <assigned>, random ones as <random>. At the end come the options that were given, with values and sources;
---json has all of them. Passwords are without_passwords.
+--json has all of them. Passwords are masked.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OptionValue(TypedDict):
 
     name: str
     value: str
-    """The value as on the command line; `-` for none. Passwords are without_passwords."""
+    """The value as on the command line; `-` for none. Passwords are masked."""
     source: str
     """`command line`, the name of a variable, file and line, `the Slurm step` or `default`."""
 

@@ -732,6 +732,14 @@ class Snapshots:
             self._tracker.check_counted()
         self._check_pending(raises=True)
         saving = self._saving_or_begin()
+        if (again := self._tracker.schedule_to_step_again()) and self._peers is not None and self._peers.rank == 0:
+            warnings.warn(
+                f"holdfast: save() in the body of an epoch, after {again} has stepped: a resume from it runs the code "
+                "after the loader's loop again, and the schedule steps twice.\n"
+                "In place of save() write state.epochs(…, save=True), which saves after the body.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._check_background(saving)
         self._save(saving, durable=True, demanded=True)
         if wait:

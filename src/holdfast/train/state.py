@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from holdfast import worker
@@ -150,6 +151,8 @@ class TrainState:
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
+        self._in_body = False
+        """Whether the body of a loop over `epochs()` runs."""
         self._only = ""
         """The objects that were restored from another run, with step and epoch (`resume(only=…)`); empty: all were."""
 
@@ -182,7 +185,11 @@ class TrainState:
             left, whole = self._batches()
             if whole:
                 worker.at_step(self.step, of=self.step + left + (count - self.epoch - 1) * whole)
-            yield self.epoch
+            self._in_body = True
+            try:
+                yield self.epoch
+            finally:
+                self._in_body = False
             self.epoch += 1
             if save:
                 self._follow(self.epoch)
@@ -256,6 +263,8 @@ class Tracker:
     """The positions that `restore` has given to data that are no loaders of ours."""
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
+    _counts: dict[str, int] = field(default_factory=dict)
+    """The number of steps that each schedule had made at the last `Snapshots.step()`."""
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
     contain all objects, and these names."""
@@ -340,9 +349,21 @@ class Tracker:
                 "call save() after snaps.step()"
             )
 
+    def schedule_to_step_again(self) -> str:
+        """The name of a schedule that has stepped in the body of this epoch, after the pass over its data. A resume
+        from a state that is saved now runs that code again: the epoch is not counted yet. Empty: there is none."""
+        is_over = any(
+            getattr(each, "_resumable", False) and each.epoch > self.state.epoch for each in self.others.values()
+        )
+        if not self.state._in_body or not is_over:
+            return ""
+        changed = (name for name, count in self._counts.items() if self.others[name].last_epoch != count)
+        return next(changed, "")
+
     def note_trained(self) -> None:
         """Let loaders count the batch in the loop's body as trained."""
         self._resumed = {}
+        self._counts = {name: each.last_epoch for name, each in self.others.items() if isinstance(each, LRScheduler)}
         for each in self.others.values():
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()

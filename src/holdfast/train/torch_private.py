@@ -260,8 +260,8 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def has_schedule(optimizer: Any) -> bool:
-    """Whether a schedule of torch sets this optimizer's learning rate. False where torch leaves no mark: then a schedule
-    that is not tracked is not noticed."""
+    """Whether a schedule of torch sets this optimizer's rate. False where torch leaves no mark: then one that is
+    not tracked is not noticed."""
     return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))
 
 
