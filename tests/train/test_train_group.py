@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -437,6 +438,24 @@ def test_two_blocks_for_one_batch_add_up_in_any_world(batch_size: int) -> None:
             seen.append((model.weight.grad.item(), micro.loss.item()))
             model.zero_grad()
     assert seen == [(27.5, 27.5), (71.5, 71.5)]
+
+
+@pytest.mark.parametrize("how", ["read ahead", "skipped"])
+def test_micro_batches_that_are_left_out_are_noticed(how: str) -> None:
+    """By what reads a batch ahead of the loop, or by a `continue`."""
+    rows = TensorDataset(torch.arange(1.0, 9.0).reshape(8, 1))
+    loader = ht.DataLoader(rows, batch_size=1, global_batch_size=4, shuffle=False)
+    model = nn.Linear(1, 1, bias=False)
+
+    def train() -> None:
+        read_ahead = (first for first, _ in itertools.pairwise(loader))
+        for number, (part,) in enumerate(read_ahead if how == "read ahead" else loader):
+            if how == "read ahead" or number != 1:
+                with ht.accumulate(model, loader) as micro:
+                    micro.backward(model(part).mean())
+
+    with pytest.warns(guards.GuardWarning, match="the gradient lacks the samples"):
+        train()
 
 
 def test_two_blocks_for_one_batch_that_may_be_repeated_are_refused() -> None:

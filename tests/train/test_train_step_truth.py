@@ -422,6 +422,36 @@ def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None
     training.snaps.close()
 
 
+@pytest.mark.parametrize("left_after", [1, 3, 5, 9, 11])
+def test_evaluations_over_a_tracked_loader_are_whole_after_a_resume(tmp_path: Path, left_after: int) -> None:
+    """Several in an epoch of the training: each is a pass of the loader, whose own epochs run ahead."""
+
+    def life(steps: int) -> dict[int, int]:
+        """The number of batches of the evaluation at each step."""
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader, validation = ht.DataLoader(Rows(), 4, shuffle=True), ht.DataLoader(Rows(), 8)
+        found: dict[int, int] = {}
+        with ht.Snapshots(tmp_path / "runs", every="1 step", memory_every=None) as snaps:
+            state = snaps.track(model=model, optimizer=optimizer, loader=loader, validation=validation)
+            snaps.resume()
+            for _ in state.epochs(2):
+                for batch in loader:
+                    model(torch.randn(4, 3) + batch.sum() * 0).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    snaps.step()
+                    if state.step % 2 == 0:
+                        found[state.step] = len(list(validation))
+                    if state.step == steps:
+                        return found
+        return found
+
+    first = life(left_after)
+    second = life(0)
+    assert first | second == dict.fromkeys(range(2, 17, 2), 4)
+
+
 @pytest.mark.parametrize("saves", ["save()", "epochs(save=True)"])
 def test_a_save_after_a_schedule_in_the_body_of_an_epoch_is_noticed(tmp_path: Path, saves: str) -> None:
     """That code runs again after a resume: the schedule would step twice."""

@@ -408,8 +408,9 @@ class StackSampler:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PARSE_S_MAX):
                     samples = await run_detached(lambda: _with_explanations(samples, programs))
-            if any(_may_handle(sample, programs) for sample in samples):
-                samples = await run_detached(lambda: tuple(self._with_handled(each, programs) for each in samples))
+            if may := [sample for sample in samples if _may_handle(sample, programs)]:
+                handled = await run_detached(lambda: self._ask_handled(may))
+                samples = tuple(structs.replace(each, handles=handled.get(each.local_rank, "")) for each in samples)
 
             if any(self._board.recorder(sample.local_rank)[0] for sample in samples):
                 samples = await run_detached(lambda: self._with_collectives(samples))
@@ -442,24 +443,37 @@ class StackSampler:
             awaited_by_threads=by_threads,
         )
 
-    def _with_handled(self, sample: RankSample, programs: Mapping[int, bytes]) -> RankSample:
-        """Add the exception that it handles. It is asked once at each place: the answer takes its main thread a moment,
-        unlike its stack."""
-        if not _may_handle(sample, programs):
-            return sample
-        place = (sample.pid, sample.frames)
-        if place not in self._handled:
-            self._handled[place] = ""
-            fd = os.dup(self._board.stacks(sample.local_rank))
-            try:
-                text = _handled(sample.pid, fd)
-            finally:
+    def _ask_handled(self, samples: Sequence[RankSample]) -> dict[int, str]:
+        """Ask these workers for the exceptions that they handle, all at once: one that handles none writes nothing.
+        Returns the answers by local rank. Each is asked once at each place: the answer takes its main thread a moment,
+        unlike its stack. Blocks."""
+        places = {sample.local_rank: (sample.pid, sample.frames) for sample in samples}
+        fds: dict[int, int] = {}
+        try:
+            for sample in samples:
+                place = places[sample.local_rank]
+                if place not in self._handled:
+                    self._handled[place] = ""
+                    fds[sample.local_rank] = fd = os.dup(self._board.stacks(sample.local_rank))
+                    if not _ask_handled(sample.pid, fd):
+                        os.close(fds.pop(sample.local_rank))
+            texts: dict[int, str] = {}
+            deadline = time.monotonic() + HANDLED_S_MAX
+            while len(texts) < len(fds) and time.monotonic() < deadline:
+                time.sleep(STILL_S)
+                for rank, fd in fds.items():
+                    if rank not in texts and (text := os.pread(fd, DUMP_BYTES_MAX, 0).decode(errors="replace")):
+                        texts[rank] = text
+        finally:
+            for fd in fds.values():
                 os.close(fd)
-            all_bytes, by_main_bytes = self._dumped.get(sample.pid, (0, 0))
+        for rank, text in texts.items():
+            pid = places[rank][0]
+            all_bytes, by_main_bytes = self._dumped.get(pid, (0, 0))
             written = len(text.encode())
-            self._dumped[sample.pid] = (all_bytes + written, by_main_bytes + written)
-            self._handled[place] = _handled_words(text)
-        return structs.replace(sample, handles=self._handled[place])
+            self._dumped[pid] = (all_bytes + written, by_main_bytes + written)
+            self._handled[places[rank]] = _handled_words(text)
+        return {rank: self._handled[place] for rank, place in places.items()}
 
     def _with_collectives(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
         """Add the collectives that torch's flight recorder has. Blocks."""
@@ -738,18 +752,16 @@ def _handles(program: bytes, lines: tuple[int, ...]) -> bool:
     return may_handle(_parsed(program), lines)
 
 
-def _handled(pid: int, fd: int) -> str:
-    """Ask the worker for the exception that it handles. Returns what it writes; empty: it cannot be asked. Blocks."""
+def _ask_handled(pid: int, fd: int) -> bool:
+    """Ask the worker for the exception that it handles, which it writes into this file. Returns False if it cannot be
+    asked."""
     signals = processes.signals(pid)
     if not signals.catches(HANDLED_SIGNAL) or signals.blocks(HANDLED_SIGNAL) or not processes.has_open(pid, fd):
-        return ""
+        return False
     os.truncate(fd, 0)
     with contextlib.suppress(OSError):
         processes.signal_thread(pid, pid, HANDLED_SIGNAL)
-    deadline = time.monotonic() + HANDLED_S_MAX
-    while not (text := os.pread(fd, DUMP_BYTES_MAX, 0).decode(errors="replace")) and time.monotonic() < deadline:
-        time.sleep(STILL_S)
-    return text
+    return True
 
 
 class _RecorderAnswer(Struct, frozen=True):

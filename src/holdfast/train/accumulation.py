@@ -112,7 +112,7 @@ class _Accumulation:
         micro-batches."""
         self._careful: _CarefulStep | None = None
         """The step in which no rank exchanges anything before its end; None: the loader does not shrink."""
-        self._warned = False
+        self._warned = self._warned_of_gap = False
         self._loader: weakref.ref[HasShare] | None = None
         """The loader of the last micro-batch, if the loader makes the steps."""
         self._share: Share | None = None
@@ -195,6 +195,19 @@ class _Accumulation:
                 stacklevel=4,
             )
 
+    def _warn_of_gap(self, number: int, micro_batches: int) -> None:
+        """Warn that micro-batches before this one were in no block."""
+        if enabled() and not self._warned_of_gap:
+            self._warned_of_gap = True
+            warnings.warn(
+                f"holdfast: micro-batch {number + 1} of {micro_batches} comes after {self.done} of its optimizer step: "
+                "the gradient lacks the samples of those between, which the loader has handed out.\n"
+                "Give each batch to accumulate() in the pass of the loop that gets it: nothing may read ahead of the "
+                "loop, and no `continue` may skip a batch.",
+                GuardWarning,
+                stacklevel=5,
+            )
+
     def _is_same_batch(self, share: Share | None) -> bool:
         """Whether this is the batch of the micro-batch before. `share`: None: a loader does not make the steps."""
         before, self._share = self._share, share
@@ -225,6 +238,8 @@ class _Accumulation:
             if number == 0:
                 self._sum, self._weight, self._exchange = None, 0.0, None
                 self._careful = None if loader is None else self._be_careful()
+            if maker is not None and number > self.done:
+                self._warn_of_gap(number, micro_batches)
             self._weight += scale
 
         careful = self._careful

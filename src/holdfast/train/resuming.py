@@ -111,6 +111,8 @@ class Resumer:
     _must_be_finite: bool = False
     """Whether the disk has a state whose values are finite. The state that is being loaded was not checked for that: it
     is in memory, or was written from there after a crash. If its values are not finite, it is passed over."""
+    _damage_lasts: bool = False
+    """Whether a rank has found damage in the newest snapshot that was tried, and not an outage."""
     _passed_over: set[Key] = field(default_factory=set)
     """Snapshots that are known to have values that are not finite, and were reported; on rank 0."""
     _judged: Judged | None = None
@@ -361,7 +363,8 @@ class Resumer:
             self.skipped.append(f"{path.name}: {damage}")
             if self.peers.rank == 0:
                 passed.add(Key(chosen["step"], chosen["attempt"]))
-                folders.quarantine(path, damage)
+                if self._damage_lasts:
+                    folders.quarantine(path, damage)
 
     def _next_on_disk(self, passed: set[Key]) -> dict[str, Any]:
         """The snapshot that all ranks try next: its path, empty if there is none; or an error. Rank 0 calls it."""
@@ -371,7 +374,8 @@ class Resumer:
                 if problem.damaged and problem.key not in passed:
                     self.skipped.append(f"{problem.path.name}: {problem.error}")
                     passed.add(problem.key)
-                    folders.quarantine(problem.path, str(problem.error))
+                    if folders.is_lasting(problem.error):
+                        folders.quarantine(problem.path, str(problem.error))
             left = [
                 tuple(each for each in some if each.key not in passed) for some in (found.committed, found.suspects)
             ]
@@ -515,11 +519,11 @@ class Resumer:
         empty: none. If it raises anything else on one rank, all raise."""
         mine: Exception | None = None
         result: Any = None
-        answer: dict[str, str] = {}
+        answer: dict[str, Any] = {}
         try:
             result = work()
         except (SnapshotDamagedError, SnapshotGoneError) as error:
-            answer = {"damage": str(error)}
+            answer = {"damage": str(error), "lasts": folders.is_lasting(error)}
         except HoldfastError as error:
             mine, answer = error, {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks must not wait for us
@@ -528,6 +532,7 @@ class Resumer:
         if mine is not None:
             raise mine
         self._raise_for([(each.get("error"), "error" in each) for each in answers])
+        self._damage_lasts = any(each.get("lasts") for each in answers)
         return result, next((each["damage"] for each in answers if "damage" in each), "")
 
 

@@ -353,7 +353,7 @@ class Tracker:
         """The name of a schedule that has stepped in the body of this epoch, after the pass over its data. A resume
         from a state that is saved now runs that code again: the epoch is not counted yet. Empty: there is none."""
         is_over = any(
-            getattr(each, "_resumable", False) and each.epoch > self.state.epoch for each in self.others.values()
+            getattr(each, "_resumes", False) and each.epoch > self.state.epoch for each in self.others.values()
         )
         if not self.state._in_body or not is_over:
             return ""
@@ -364,7 +364,10 @@ class Tracker:
         """Let loaders count the batch in the loop's body as trained."""
         self._resumed = {}
         self._counts = {name: each.last_epoch for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        training = [each for each in self.others.values() if getattr(each, "_in_body", False)]
         for each in self.others.values():
+            if training and callable(note := getattr(each, "_note_another", None)) and each not in training:
+                note()
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
 
@@ -379,7 +382,7 @@ class Tracker:
     def _count_batches(self) -> tuple[int, int]:
         """The number of batches left in this epoch, and that of a whole one; zeros unless exactly one loader is the
         training's."""
-        loaders = [each for each in self.others.values() if getattr(each, "_resumable", False)]
+        loaders = [each for each in self.others.values() if getattr(each, "_resumes", False)]
         return (loaders[0].remaining, len(loaders[0])) if len(loaders) == 1 else (0, 0)
 
     def collect(self, rank: int, world: int, *, alone: bool = False) -> Collected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -283,3 +284,19 @@ def test_it_gives_way_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch)
     give_way()
     assert len(asked) == before
     reading.GiveWay(lambda: False)()
+
+
+def test_an_outage_of_the_disk_renames_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, 1)
+    before = sorted(os.listdir(tmp_path))
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        done = prune(tmp_path, Keep(last=3))
+    assert (done.kept, done.deleted, done.damaged) == ((), (), ())
+    assert sorted(os.listdir(tmp_path)) == before
+    assert len(prune(tmp_path, Keep(last=3)).kept) == 3

@@ -46,6 +46,8 @@ from holdfast.train.group import open_group
 
 SHRUNK = "batch_size"
 """Name in a loader's state: the number of samples that a rank takes at once, after memory was short."""
+EVALUATES = "evaluation"
+"""Name in a loader's state: only an evaluation goes over it."""
 
 TORCH_ARGUMENTS = (
     "pin_memory",
@@ -143,6 +145,12 @@ class DataLoader:
         """The epoch of a `set_epoch` during a pass, for the next one; None: there was none."""
         self._resumable = bool(resumable)
         self._resumable_given = resumable is not None
+        self._trains = self._another_trains = False
+        """Whether `snaps.step()` has counted a batch in this loader's own loop, and in another tracked loader's."""
+        self._whole_passes = 0
+        """The number of passes that came to their end."""
+        self._was_evaluation = False
+        """Whether it was an evaluation's when the loaded state was saved."""
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the rest of the epoch; the next `for` goes over the next one. Only one pass goes on at a time.
@@ -160,13 +168,13 @@ class DataLoader:
             self._set_rank(*here)  # the world has changed: only tracked loaders get a call of `regroup`
         if self._asked_epoch is not None:
             position.set_epoch(self._asked_epoch)
-        if not self._resumable and position.cursor:
+        if not self._resumes and position.cursor:
             position.set_epoch(position.epoch + 1)
 
         self._passes += 1
         this_pass = self._passes
         self._share = self._asked_epoch = None
-        if not position.begin() and self._resumable:
+        if not position.begin() and self._resumes:
             return
 
         self._open_pass = this_pass
@@ -184,6 +192,7 @@ class DataLoader:
                 self._open_pass = 0
             if current_loader() is self:
                 set_current_loader(outside)
+        self._whole_passes += 1
         position.finish()
 
     def _rest(self) -> Iterator[Any]:
@@ -307,14 +316,35 @@ class DataLoader:
             if samples < size:
                 raise DataError(f"trained({samples}): the batch has {size} samples, and counts as a whole.")
         self._keep_position()
+        self._trains |= self._in_body
         self._position.trained()
+
+    def _note_another(self) -> None:
+        """Note that another tracked loader's batch was trained."""
+        self._another_trains = True
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether only an evaluation goes over it: its passes come to their end, and the training counts the batches of
+        another loader meanwhile. Each of its passes is a whole one, also after a resume: an epoch of the training may
+        have several, so their number says nothing of what is trained."""
+        if self._trains or (self._resumable_given and self._resumable):
+            return False
+        return self._was_evaluation or (self._another_trains and self._whole_passes > 0)
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether a pass goes on at the position that is kept."""
+        return self._resumable and not self._evaluates
 
     def state_dict(self) -> dict[str, Any]:
         """The position: seed, epoch, cursor, length and the order's name; after memory was short also the number of
         samples that a rank takes at once. It is equal on all ranks, and fits any world and any num_workers."""
         self._keep_position()
         state = self._with_shrunk(self._position.state_dict())
-        return state if self._resumable else {**state, "cursor": 0}
+        if self._evaluates:
+            state[EVALUATES] = True
+        return state if self._resumes else {**state, "cursor": 0}
 
     def _with_shrunk(self, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, SHRUNK: self._shrunk} if self._shrunk else state
@@ -323,6 +353,7 @@ class DataLoader:
         """Go on at this position. Raises DataStateError if the state belongs to another dataset, seed or order."""
         self._keep_position()
         self._position.load_state_dict(state)
+        self._was_evaluation |= state.get(EVALUATES) is True
         shrunk = state.get(SHRUNK, 0)
         if self._shrinks_on_oom and type(shrunk) is int:
             self._shrunk = max(shrunk, 0)

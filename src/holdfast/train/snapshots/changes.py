@@ -49,6 +49,7 @@ from holdfast.train.snapshots.folder import (
     attempt_location,
     first_of,
     is_being_written,
+    is_lasting,
     quarantine,
     rename_aside,
     survey,
@@ -562,7 +563,7 @@ def prune(
         snapshot, error = bad
         found.remove(snapshot)
         unread.add(snapshot.key)
-        if isinstance(error, SnapshotDamagedError):
+        if is_lasting(error):
             damaged.append((snapshot.path, error))
             if not dry_run:
                 quarantine(snapshot.path, str(error))

@@ -389,6 +389,14 @@ def unreadable(snapshot: Location, error: OSError) -> SnapshotError:
     return kind(f"{location_of(error.filename or snapshot)}: {error.strerror or error}")
 
 
+def is_lasting(error: SnapshotError) -> bool:
+    """Whether the snapshot itself is damaged: then it is renamed. That it is gone, or an input/output error, may be the
+    view of one node, or an outage: then it is passed over."""
+    cause = error.__cause__
+    passes = isinstance(cause, OSError) and cause.errno == errno.EIO
+    return isinstance(error, SnapshotDamagedError) and not passes
+
+
 def _exists(snapshot: Location) -> bool:
     if not isinstance(snapshot, RemotePath):
         return snapshot.exists()
