@@ -23,13 +23,13 @@ from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES
 from holdfast.cli.plan import given_lines, shown_job_id
 from holdfast.cli.program import PYTHON_VARIABLE, find_program, folder_here
 from holdfast.cli.rendezvous import node_range
-from holdfast.cli.resolve import is_number, line_of_other_agent, resolve
+from holdfast.cli.resolve import is_number, line_of_other_agent, resolve, shown_line
 from holdfast.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.launchers.ssh.hosts import Expected, HostSpec, LaunchSpec, parse_file, parse_list, select
 from holdfast.protocol.charter import VOTERS_MIN
 from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.protocol.options import CommandKind
-from holdfast.text import is_loopback, listed, without_passwords
+from holdfast.text import is_loopback, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -348,7 +348,7 @@ def plan(parsed: Parsed, spec: LaunchSpec, options: RunOptions) -> str:
         ("variables", ", ".join(sorted(spec.environ))),
         ("disconnect", "the agents continue" if spec.detach else "the agents end"),
         ("signals", f"{endings} go to all hosts; a second one kills"),
-        ("each host", shlex.join(["holdfast", *map(without_passwords, example)]).replace(options.job.run_id, run_id)),
+        ("each host", shown_line(example).replace(options.job.run_id, run_id)),
     ]
     lines = [f"{name:14}{text}" for name, text in facts]
     return "\n".join(["holdfast would run this; nothing was started.", "", *lines, *given_lines(parsed)])

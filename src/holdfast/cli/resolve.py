@@ -39,7 +39,7 @@ from holdfast.rendezvous.conf import PORT_MAX
 from holdfast.text import is_loopback, plural, without_passwords
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
     from holdfast.protocol.policy import JobSpec
@@ -570,4 +570,9 @@ def line_of_others(parsed: Parsed, command: str, options: RunOptions) -> str:
     words = line_of_other_agent(parsed, command, replaced)
     if not parsed.values.training_script.startswith("-"):
         words.remove("--")
-    return shlex.join(["holdfast", *map(without_passwords, words)])
+    return shown_line(words)
+
+
+def shown_line(words: Sequence[str]) -> str:
+    """A command line for people: the options of the rendezvous may have passwords."""
+    return shlex.join(["holdfast", *(without_passwords(each) if each.startswith("--rdzv") else each for each in words)])

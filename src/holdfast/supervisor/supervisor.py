@@ -109,8 +109,8 @@ def move_rest(memory_fd: int, file: int) -> None:
             os.write(file, missing_note(begin - at))
         at = os.lseek(memory_fd, begin, os.SEEK_HOLE) if begin < size else size
         os.lseek(memory_fd, begin, os.SEEK_SET)
-        while begin < at:
-            begin += os.sendfile(file, memory_fd, None, min(LOG_CHUNK_BYTES, at - begin))
+        while begin < at and (moved_bytes := os.sendfile(file, memory_fd, None, min(LOG_CHUNK_BYTES, at - begin))):
+            begin += moved_bytes
 
 
 def fork_supervisor() -> SupervisorHandle:
