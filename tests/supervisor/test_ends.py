@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from holdfast.supervisor.ends import (
     with_evidence,
 )
 from holdfast.supervisor.log_spool import Spool, StreamFds, WorkerStreams
+from tests.supervisor.conftest import no_threads
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
@@ -288,10 +288,5 @@ def test_collectives_in_an_error_file_are_read_if_they_are_ones(tmp_path: Path, 
 
 async def test_evidence_is_read_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason why the workers failed: the first of them takes the thread that there is."""
-
-    def refused(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+    with no_threads(monkeypatch):
         assert await in_thread(lambda: "read") == "read"

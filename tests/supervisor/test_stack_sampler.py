@@ -21,6 +21,7 @@ from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.kernel_wait import is_connecting
 from holdfast.supervisor.stack_sampler import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles, StackSampler, Tally
+from tests.supervisor.conftest import no_threads
 from tests.supervisor.looks import (
     HOLDS_THE_LOCK,
     SLEEPS,
@@ -357,15 +358,10 @@ def test_a_look_that_cannot_start_keeps_no_descriptor(
     process = start(SLEEPS)
     stack_sampler = StackSampler(board, 1, int, time.time())
 
-    def refused(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     async def scenario() -> None:
         before = len(os.listdir("/proc/self/fd"))
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refused)
-            with pytest.raises(RuntimeError):
-                await stack_sampler.look({0: process.pid}, None)
+        with no_threads(monkeypatch), pytest.raises(RuntimeError):
+            await stack_sampler.look({0: process.pid}, None)
         assert len(os.listdir("/proc/self/fd")) == before
 
     asyncio.run(scenario())

@@ -104,7 +104,7 @@ def move_rest(memory_fd: int, file: int) -> None:
         except OSError:  # nothing but a hole is left
             begin = size
         if begin > at:
-            from holdfast.supervisor.log_spool import missing_note
+            from holdfast.supervisor.log_spool import missing_note  # here, as the supervisor stays small without it
 
             os.write(file, missing_note(begin - at))
         at = os.lseek(memory_fd, begin, os.SEEK_HOLE) if begin < size else size

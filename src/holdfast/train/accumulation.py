@@ -107,6 +107,7 @@ class _Accumulation:
         self._samples = 0
         """The number of samples of all ranks in this optimizer step."""
         self._last_share: Share | None = None
+        """The loader's batch of the last micro-batch."""
         self._splits_batches = False
         """Whether the loop's body splits a batch into several micro-batches: then the loader's batches are not
         micro-batches."""
@@ -115,8 +116,6 @@ class _Accumulation:
         self._warned = self._warned_of_gap = False
         self._loader: weakref.ref[HasShare] | None = None
         """The loader of the last micro-batch, if the loader makes the steps."""
-        self._share: Share | None = None
-        """The batch of that micro-batch."""
 
     def next_of(self, loader: DataLoader, micro_batches: int) -> tuple[int, int, float] | None:
         """Number, count and scale of the next micro-batch, if `micro_batches` batches of the loader make a step (at the
@@ -124,10 +123,9 @@ class _Accumulation:
         share = loader.share
         if share is None or self._splits_batches:
             return None
-        if share is self._last_share:
+        if self._is_same_batch(share):
             self._splits_batches = True
             return None
-        self._last_share = share
         number = self.done
         if number == 0:
             ahead = loader._samples_ahead(micro_batches)
@@ -208,10 +206,10 @@ class _Accumulation:
                 stacklevel=5,
             )
 
-    def _is_same_batch(self, share: Share | None) -> bool:
-        """Whether this is the batch of the micro-batch before. `share`: None: a loader does not make the steps."""
-        before, self._share = self._share, share
-        return share is not None and share is before
+    def _is_same_batch(self, share: Share) -> bool:
+        """Whether this is the loader's batch of the micro-batch before."""
+        before, self._last_share = self._last_share, share
+        return share is before
 
     def _is_begun_again(self, loader: HasShare, number: int) -> bool:
         """Whether this micro-batch begins a step that the same loader had begun before, and that the loop has left."""
@@ -226,7 +224,7 @@ class _Accumulation:
         shrinks, the step is repeated with smaller micro-batches when a rank runs out of memory."""
         loader: Any = maker if getattr(maker, "_shrinks_on_oom", False) else None
         # Another block for the same batch, as of a GAN, whose discriminator gets two losses: its gradients are added.
-        another = self._is_same_batch(None if maker is None else maker.share)
+        another = maker is not None and maker.share is not None and self._is_same_batch(maker.share)
         if another and loader is not None:
             raise ProcessGroupError(
                 "shrink_on_oom=True works with one block of ht.accumulate for each batch\n"

@@ -756,6 +756,7 @@ class Snapshots:
             "samples would be in no step\n"
             "save after the optimizer's step, or leave it to snaps.step(), which waits for that"
         )
+        # Of gradients that are added up by hand a rank knows its own alone: if it raised, the others would wait for it.
         if raises and pending is WherePending.EVERYWHERE:
             raise TrackingError(text)
         warnings.warn(f"holdfast: {text}", RuntimeWarning, stacklevel=4)

@@ -357,6 +357,7 @@ class Tracker:
         )
         if not self.state._in_body or not is_over:
             return ""
+        # Of all that such code may change, schedules alone have a count that shows it.
         changed = (name for name, count in self._counts.items() if self.others[name].last_epoch != count)
         return next(changed, "")
 
@@ -364,6 +365,7 @@ class Tracker:
         """Let loaders count the batch in the loop's body as trained."""
         self._resumed = {}
         self._counts = {name: each.last_epoch for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
         training = [each for each in self.others.values() if getattr(each, "_in_body", False)]
         for each in self.others.values():
             if training and callable(note := getattr(each, "_note_another", None)) and each not in training:

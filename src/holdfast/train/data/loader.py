@@ -147,8 +147,8 @@ class DataLoader:
         self._resumable_given = resumable is not None
         self._trains = self._another_trains = False
         """Whether `snaps.step()` has counted a batch in this loader's own loop, and in another tracked loader's."""
-        self._whole_passes = 0
-        """The number of passes that came to their end."""
+        self._has_passed = False
+        """Whether a pass came to its end."""
         self._was_evaluation = False
         """Whether it was an evaluation's when the loaded state was saved."""
 
@@ -192,7 +192,7 @@ class DataLoader:
                 self._open_pass = 0
             if current_loader() is self:
                 set_current_loader(outside)
-        self._whole_passes += 1
+        self._has_passed = True
         position.finish()
 
     def _rest(self) -> Iterator[Any]:
@@ -330,7 +330,7 @@ class DataLoader:
         have several, so their number says nothing of what is trained."""
         if self._trains or (self._resumable_given and self._resumable):
             return False
-        return self._was_evaluation or (self._another_trains and self._whole_passes > 0)
+        return self._was_evaluation or (self._another_trains and self._has_passed)
 
     @property
     def _resumes(self) -> bool:

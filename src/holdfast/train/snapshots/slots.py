@@ -359,7 +359,7 @@ class Slots:
             if slot.step <= above_step:
                 continue
             held = self._lock(slot.number)
-            if held is None and locked:
+            if held is None and locked:  # only the commit word changes: the bytes that are being read stay
                 held = open_for_writing(self._files[slot.number].path)
             if held is not None:
                 self._invalidate(slot.number, held)
