@@ -168,10 +168,10 @@ def test_a_refusal_that_a_quota_forbids_is_left_when_there_is_room_again(tmp_pat
             commit(ranks[0], patience=600)
 
 
-@pytest.mark.parametrize("known", ["its part", "its refusal", "no attempt", "rank 0"])
+@pytest.mark.parametrize("known", ["its part", "its refusal", "no attempt"])
 def test_nothing_is_left_for_a_rank_0_that_does_not_wait(tmp_path: Path, known: str) -> None:
     number = begin(tmp_path, 2)
-    request = SaveRequest(str(tmp_path), 2, number, 0 if known == "rank 0" else 1, 2)
+    request = SaveRequest(str(tmp_path), 2, number, 1, 2)
     if known == "its part":
         write_rank(request, bytes(4096))
     elif known == "its refusal":

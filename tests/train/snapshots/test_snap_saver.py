@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from holdfast.train.snapshots import changes, slots
 from holdfast.train.snapshots import folder as snapshots
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.flush import rescue_attempt
+from holdfast.train.snapshots.layout import record_file
 from holdfast.train.snapshots.saver_client import SaverClient
 from holdfast.train.snapshots.saver_connection import SaverAddress
 from tests.support.limits import limit_s, until
@@ -115,6 +117,43 @@ def test_a_killed_saver_is_told_and_replaced(bench: Bench) -> None:
     bench.save(2)
     assert list(committed(bench.folder)) == [2]
     assert bench.saver != first
+
+
+def test_rank_0_does_not_wait_for_a_rank_whose_saver_was_killed(bench: Bench) -> None:
+    number = changes.begin(bench.folder, 1)
+    ranks = [SaveRequest(str(bench.folder), 1, number, rank, 2) for rank in range(2)]
+    saver = bench.saver
+    os.kill(saver, signal.SIGSTOP)
+    bench.hand_over(ranks[1])
+    os.kill(saver, signal.SIGKILL)
+    with pytest.raises(SaverLostError):
+        bench.client.wait(WAIT_S)
+    changes.write_rank(ranks[0], bytes(SIZE))
+    with pytest.raises(SnapshotIncompleteError, match="rank 1: step 1 was not saved: the process that wrote it"):
+        changes.commit(ranks[0])
+
+
+def test_a_part_that_was_written_stays_when_its_saver_is_killed(bench: Bench) -> None:
+    number = changes.begin(bench.folder, 1)
+    ranks = [SaveRequest(str(bench.folder), 1, number, rank, 2) for rank in range(2)]
+    bench.hand_over(ranks[1])
+    until((ranks[1].attempt_path / record_file(1)).exists, "it is written")
+    os.kill(bench.saver, signal.SIGKILL)
+    with contextlib.suppress(SaverLostError):  # the report of the saver may have come before its end
+        bench.client.wait(WAIT_S)
+    changes.write_rank(ranks[0], bytes(SIZE))
+    changes.commit(ranks[0])
+    assert list(committed(bench.folder)) == [1]
+
+
+def test_a_save_ends_with_the_saver_of_rank_0(bench: Bench) -> None:
+    request = SaveRequest(str(bench.folder), 1, changes.begin(bench.folder, 1), 0, 2)
+    bench.hand_over(request)
+    until((request.attempt_path / record_file(0)).exists, "it waits for rank 1")
+    os.kill(bench.saver, signal.SIGKILL)
+    with pytest.raises(SaverLostError):
+        bench.client.wait(WAIT_S)
+    until(lambda: not request.attempt_path.exists(), "the space of all parts is freed")
 
 
 def test_a_saver_that_died_between_saves_is_nobody_s_error(bench: Bench) -> None:

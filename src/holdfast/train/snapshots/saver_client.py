@@ -41,6 +41,7 @@ from holdfast.train.snapshots.changes import PATIENCE_S, SaveRequest
 from holdfast.train.snapshots.copy_connection import Address
 from holdfast.train.snapshots.copy_service import State, all_slots, is_copy
 from holdfast.train.snapshots.folder import Snapshot
+from holdfast.train.snapshots.refusals import Refusals
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.slots import COUNT, COUNT_MAX, Slot, SlotOwner, Slots, lend
@@ -121,6 +122,7 @@ class _Asked:
     """A save that was handed over to the saver."""
 
     step: int
+    request: SaveRequest
     written: bool = False
     """Whether this rank's file is durable: its slot is free then."""
 
@@ -174,6 +176,7 @@ class SaverClient:
         """Answers to other requests that are still to come: "forgotten", "idle", "prefetched", "serving"."""
         self._last_id = 0
         self._failures: list[SnapshotError] = []
+        self._refusals = Refusals()
         self._lost_at_s: float | None = None
         """The time at which the saver was lost, or its restart was tried last (monotonic s)."""
         self._news: list[str] = []
@@ -340,19 +343,20 @@ class SaverClient:
         seqpacket.MESSAGE_BYTES_MAX."""
         assert self._committed is not None
         slot = self._committed
+        request = replace(request, folder=str(absolute(request.folder)))
         lent = lend(slot)
         try:
             packet = {
                 "do": "persist",
                 "id": self._next_id(),
                 "sequence": slot.sequence,
-                "request": {**request.to_json(), "folder": str(absolute(request.folder))},
+                "request": request.to_json(),
                 "patience_s": float(patience_s),
                 "stage": self._stage,
             }
             self._receive()
             self._send(packet, lent)
-            self._asked[self._last_id] = _Asked(slot.step)
+            self._asked[self._last_id] = _Asked(slot.step, request)
         finally:
             os.close(lent)
 
@@ -525,6 +529,7 @@ class SaverClient:
         for each in asked.values():
             why = f"step {each.step} was not saved: the process that wrote it was killed."
             self._failures.append(SaverLostError(why))
+            self._refusals.insist(each.request, why)  # otherwise rank 0 would wait for this rank's part
 
     def _drop(self) -> None:
         if self._sock is not None:
