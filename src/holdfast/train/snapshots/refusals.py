@@ -34,7 +34,7 @@ class Refusals:
         self._at_work = False
 
     def insist(self, request: SaveRequest, why: str) -> None:
-        """Leave this refusal if it is not there; rank 0 ends the attempt. Any thread may call it. It returns at once."""
+        """Leave this refusal if it is not there; rank 0 ends the attempt. It returns at once, in any thread."""
         if not isinstance(request.attempt_path, RemotePath) and _is_over(request):
             return
         with self._lock:
