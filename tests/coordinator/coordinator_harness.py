@@ -159,10 +159,13 @@ class CoordinatorHarness:
         last_generation: int = 0,
         address: str = "10.0.0.",
         versions: dict[str, str] | None = None,
+        again: bool = False,
     ) -> None:
+        """`again`: these agents have asked to join before."""
         for link in links:
             self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
-            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=self.nproc, versions=versions or {})
+            member = f"n{link}#1.1" if again else f"n{link}#1"
+            node = NodeSpec(member=member, host=f"n{link}", nproc=self.nproc, versions=versions or {})
             self.say(link, msg.Join(node, last_generation))
 
     def join_running(self, *links: int, generation: int = 7, of: int = 2, restart_count: int = 0) -> None:

@@ -311,6 +311,15 @@ def test_a_generation_of_which_a_part_has_ended_is_abandoned() -> None:
     assert harness.machine.generation == 8
 
 
+def test_a_spare_of_an_earlier_coordinator_is_reason_enough_to_wait_for_the_fence() -> None:
+    harness = CoordinatorHarness()
+    harness.join(1)
+    harness.join(2, again=True)
+    assert harness.machine.phase is Phase.GATHERING, "others may run workers of a generation that it does not know"
+    harness.wait(harness.machine.limits.fence_s + harness.machine.limits.kill_s)
+    assert harness.machine.generation == 1
+
+
 def test_of_two_generations_the_newer_one_counts() -> None:
     harness = CoordinatorHarness()
     harness.join_running(1, generation=6)

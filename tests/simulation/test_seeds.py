@@ -46,6 +46,7 @@ def test_every_promise_holds(first: int) -> None:
         pytest.param(4443, id="replacements of a node that was cut off waited for their place, and were not suspended"),
         pytest.param(2917, id="a node left whose ranks had all ended on their way into the next generation"),
         pytest.param(7528, id="a coordinator that stood still found a hang whose workers had been fenced meanwhile"),
+        pytest.param(23827, id="a coordinator came back at once, and formed a world with spares of the one before"),
     ],
 )
 def test_what_once_broke_a_promise(seed: int) -> None:

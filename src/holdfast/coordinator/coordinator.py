@@ -971,7 +971,9 @@ class Coordinator:
         if join.running is not None:
             self._membership.set_busy(member, join.running.generation)
         # Agents that have not noticed the loss yet may run workers until their fence (scenario `coordinator_restarts`).
-        if join.last_generation > self.newest_generation:
+        # A spare took part in no generation, and only knows that there was another coordinator (seed 23827).
+        knows_another = join.node.comes_again and not self.newest_generation
+        if join.last_generation > self.newest_generation or knows_another:
             self._wait_for_fence(self._authority.reported(now, join))
             if join.led_by:
                 self._why = f"lost {join.led_by}, which had the coordinator"

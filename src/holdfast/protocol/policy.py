@@ -315,6 +315,11 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
         """The agent with this identity, the same for all its joins: `node7#5f3a90c1` for `node7#5f3a90c1.2`."""
         return agent_of(self.member)
 
+    @property
+    def comes_again(self) -> bool:
+        """Whether its agent has asked to join before, here or at an earlier coordinator."""
+        return self.member != self.agent
+
 
 def agent_of(member: str) -> str:
     """The agent of a member: `node7#5f3a90c1` for `node7#5f3a90c1.2`."""
