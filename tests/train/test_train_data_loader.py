@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from itertools import chain, islice
 from pathlib import Path
 
@@ -92,6 +93,33 @@ def test_looking_at_a_batch_costs_none():
     seen = next(iter(data))
     assert next(iter(data)) == seen
     assert samples(data) == order()
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_loop_that_reads_ahead_is_noticed(ahead):
+    """As what copies the next batch to a GPU while the last one is trained."""
+    made = loader(batch_size=2)
+
+    def train():
+        batches = iter(made)
+        read = list(islice(batches, ahead))
+        for batch in batches:
+            read = [*read[1:], batch]
+            made.trained()
+
+    with pytest.warns(ht.GuardWarning, match=f"took {ahead + 1} batches before its first step, and 1 before each"):
+        train()
+
+
+@pytest.mark.parametrize("taken", [[1, 1, 1, 1], [2, 2, 2, 2], [3, 1, 2, 1], [1, 2, 2, 2]])
+def test_steps_of_several_batches_do_not_look_like_reading_ahead(taken):
+    made = loader(batch_size=2)
+    batches = iter(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for count in taken:
+            assert len(list(islice(batches, count))) == count
+            made.trained()
 
 
 def test_a_loop_left_by_break_goes_on_where_it_was():

@@ -28,6 +28,8 @@ UNUSED_STEPS = 10
 UNSYNCED_STEPS = 3
 """The guard warns after this number of optimizer steps in a row with a needless all-reduce. Fewer may be steps that a
 GradScaler has skipped."""
+AHEAD_STEPS = 3
+"""The guard warns after this number of steps that took the same number of batches, and fewer than the first one."""
 LOSS_DIFFERENCE_MAX = 1e-5
 """Largest relative difference of losses that may come from rounding."""
 
@@ -170,6 +172,38 @@ class NoSync:
                 "the last exchange is needed.\n"
                 "Use `with holdfast.train.accumulate(model, micro_batches=N) as micro: micro.backward(loss)`, or "
                 "model.no_sync() around all but the last (FSDP2: set_requires_gradient_sync).",
+            )
+
+
+class ReadAhead:
+    """The mistake of a loop that asks a loader for the next batch before it trains the last one, as a prefetcher does:
+    the first step of a pass takes more batches than those after it."""
+
+    def __init__(self, warn: Warn) -> None:
+        self._warn = warn
+        self.begin()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._batches = self._first = self._later = self._in_a_row = 0
+
+    def batch(self) -> None:
+        self._batches += 1
+
+    def stepped(self) -> None:
+        batches, self._batches = self._batches, 0
+        if not self._first:
+            self._first = batches
+            return
+        self._in_a_row = self._in_a_row + 1 if batches == self._later else 1
+        self._later = batches
+        if self._in_a_row == AHEAD_STEPS and 0 < batches < self._first:
+            self._warn(
+                "read_ahead",
+                f"The loop took {self._first} batches before its first step, and {batches} before each of the next: it "
+                "seems to read ahead. A step counts the newest batch as trained, so a resume would leave it out.\n"
+                "Ask for each batch in the pass of the loop that trains it. What num_workers= and pin_memory=True read "
+                "ahead is counted right.",
             )
 
 

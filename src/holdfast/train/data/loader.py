@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import operator
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -43,6 +44,8 @@ from holdfast.train.data.datasets import (
     shard_sizes,
 )
 from holdfast.train.group import open_group
+from holdfast.train.guards import GuardWarning, enabled
+from holdfast.train.mistakes import ReadAhead
 
 SHRUNK = "batch_size"
 """Name in a loader's state: the number of samples that a rank takes at once, after memory was short."""
@@ -151,6 +154,7 @@ class DataLoader:
         """Whether a pass came to its end."""
         self._was_evaluation = False
         """Whether it was an evaluation's when the loaded state was saved."""
+        self._read_ahead = ReadAhead(_warn_once())
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the rest of the epoch; the next `for` goes over the next one. Only one pass goes on at a time.
@@ -178,6 +182,7 @@ class DataLoader:
             return
 
         self._open_pass = this_pass
+        self._read_ahead.begin()
         outside = current_loader()
         try:
             for batch in self._rest():
@@ -208,6 +213,7 @@ class DataLoader:
             for batch in self._torch:
                 self._share = fetched.popleft()
                 position.hand_out(self._share.cursor)
+                self._read_ahead.batch()
                 yield batch
                 if self._repeat_step:
                     break
@@ -253,6 +259,7 @@ class DataLoader:
         self._shrunk = -(-self.batch_size // 2)
         self._plan = self._planned(self._world)
         self._position.give_up()
+        self._read_ahead.begin()
         self._repeat_step = True
 
     def _planned(self, world: int) -> GlobalBatch:
@@ -316,7 +323,9 @@ class DataLoader:
             if samples < size:
                 raise DataError(f"trained({samples}): the batch has {size} samples, and counts as a whole.")
         self._keep_position()
-        self._trains |= self._in_body
+        if self._in_body:
+            self._trains = True
+            self._read_ahead.stepped()
         self._position.trained()
 
     def _note_another(self) -> None:
@@ -371,6 +380,18 @@ class DataLoader:
     def _in_body(self) -> bool:
         """Whether the loop's body has a batch that is not known to be trained."""
         return self._open_pass > 0 and self._position.pending_cursor is not None
+
+
+def _warn_once() -> Callable[[str, str], None]:
+    """A function that warns of the first mistake that it gets."""
+    warned: set[str] = set()
+
+    def warn(mistake: str, text: str) -> None:
+        if enabled() and mistake not in warned:
+            warned.add(mistake)
+            warnings.warn(f"holdfast: {text}", GuardWarning, stacklevel=2)
+
+    return warn
 
 
 def _planner(
