@@ -3,7 +3,6 @@
 #   make demo    two ranks train, one is killed, training goes on
 #   make fast    the tests that need no process, no torch and no network: for every save
 #   make test    every check and every test: for every commit
-#   make again   what failed in the last `make test`, alone and five times; fails if anything fails once more
 #   make check   format, lint, types, import rules, tidiness
 #   make coverage  all tests again, with the lines and branches that they reach, in build/coverage
 #   make test-torch       what depends on torch, with the installed torchrun instead of the recorded one; TORCH=2.15.0: with
@@ -62,7 +61,7 @@ PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-engines test-kubernetes test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check types tidy collected dist release docs bench gpu gpu-wheels soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
+.PHONY: demo fast test test-engines test-kubernetes test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check types tidy collected dist release docs bench gpu gpu-wheels soak soak-seeds soak-chaos soak-kills soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -72,9 +71,6 @@ fast: $(VENV)/.dev
 
 test: check debian
 	$(BIN)/python -m tools.measured $(PYTEST) -p tests.support.processor_time $(ELSEWHERE)
-
-again: $(VENV)/.dev
-	$(BIN)/python -m tools.again
 
 test-torch: $(TORCH_VENV)/.dev
 	$(TORCH_VENV)/bin/python -m pytest $(WITH_TORCH) -n $(JOBS) --dist loadgroup --torchrun live

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import gc
 import inspect
 import json
@@ -438,12 +439,23 @@ def trainer_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
-def torch_lacks() -> dict[str, str]:
+def torch_lacks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The reasons for which this torch is too old for some tests. Not asked of `warm`, which may serve jobs already."""
-    line = [sys.executable, str(Path(__file__).parent / "train" / "scripts" / "torch_lacks.py")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(without_gloo_lines(done.stdout))
+    # An import of torch takes seconds: of several test processes one asks, and the others wait for its answer.
+    of_run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        of_run = of_run.parent
+    with open(of_run / "torch_lacks.json", "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        answer = file.read()
+        if not answer:
+            line = [sys.executable, str(Path(__file__).parent / "train" / "scripts" / "torch_lacks.py")]
+            done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
+            assert done.returncode == 0, done.stderr
+            answer = without_gloo_lines(done.stdout)
+            file.write(answer)
+    found: dict[str, str] = json.loads(answer)
     return found
 
 
