@@ -157,6 +157,13 @@ def test_the_first_voter_after_the_coordinators_is_elected_at_once() -> None:
     assert harness.voters["c"].leader == harness.voters["b"].leader == LeaderAddress("10.0.0.2", 4000, 2)
 
 
+def test_a_voter_without_a_majority_stands_again_for_an_hour() -> None:
+    voter = Voter("a", LIMITS, 100.0, stands=True)
+    voter._failed = 5000
+    voter._fail(200.0)
+    assert 200.0 < voter._stand_at_s < 200.0 + LIMITS.stand_again_max_s + 1.0
+
+
 def test_an_agent_that_leaves_votes_and_does_not_stand() -> None:
     harness = three()
     harness.wait(STEP_S)

@@ -61,6 +61,14 @@ def test_flag_beats_variable_beats_default() -> None:
     assert (parsed.values.tee, parsed.given("tee")) == ("0", False)
 
 
+@pytest.mark.parametrize("by", ["flag", "variable"])
+def test_an_error_shows_no_password(by: str) -> None:
+    conf = "user=u,password=hunter2"
+    line, environ = (["--rdzv-conf", conf], {}) if by == "flag" else ([], {"PET_RDZV_CONF": conf})
+    error = parse([*line, "x.py"], environ, OPTIONS).error("rdzv_conf", UsageError, "is wrong")
+    assert "user=u,password=***: is wrong" in str(error)
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1", True), ("0", False), ("2", True), ("true", True), ("Yes", True), ("FALSE", False), ("no", False)],

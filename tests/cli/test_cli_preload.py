@@ -105,6 +105,20 @@ def test_torch_in_a_function_and_a_variable_anywhere_means_exec() -> None:
     assert read("def main():\n    import torch\nmain()").modules == REDUCES
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "total = " + " + ".join(["1"] * 900),
+        "if x == 0: y = 0\n" + "".join(f"elif x == {n}: y = {n}\n" for n in range(900)),
+    ],
+    ids=["sum", "elif"],
+)
+def test_what_is_nested_too_deeply_is_executed(source: str) -> None:
+    said = read(f"import torch\nx = 0\n{source}")
+    assert said.modules == REDUCES or "nested too deeply" in said.why
+    assert "nested too deeply" in read(f"x = 0\n{source}\nimport torch").why
+
+
 def test_modules_beside_the_script_are_read_in_its_place() -> None:
     assert read("import mine", mine="import torch").modules == REDUCES
     assert read("import config\nimport torch", config="import os\nos.environ['A'] = '1'").modules == ()

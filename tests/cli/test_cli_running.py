@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cli import main
+from holdfast.cli import logs, main
 from holdfast.cli.doctor import markdown, masked, variables
 from holdfast.extensions.load.messages import NodeLoad
 from holdfast.extensions.status import command as status
@@ -387,7 +387,7 @@ def test_watch_takes_the_run_for_what_it_is() -> None:
     assert status.watch_interval(status.status_parser().parse_args(["bert"])) is None
 
 
-@pytest.mark.parametrize("text", ["x", "-1", "3-", "1,,2", "0-9999999", ""])
+@pytest.mark.parametrize("text", ["x", "-1", "3-", "1,,2", "7-0", "3,2-1", "0-9999999", ""])
 def test_ranks_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="write ranks like"):
         ranks_of([text])
@@ -433,6 +433,44 @@ def test_logs_as_json_and_by_pattern(ended: Path, capsys) -> None:
 
 def test_follow_of_a_run_that_has_ended_ends(ended: Path, capsys) -> None:
     assert said(capsys, "logs", str(ended), "-f", "--stdout", "--rank", "0", code=0) == "generation 3\nstep 2\nlast\n"
+
+
+def test_logs_of_many_generations_are_followed_with_few_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = 0
+    opened: list[int] = []
+    shown: list[str] = []
+
+    def begin() -> None:
+        nonlocal number
+        number += 1
+        for stream in ("stdout", "stderr"):
+            file = tmp_path / f"attempt_{number - 1}" / "0" / f"{stream}.log"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{stream} {number}\nunfinished {number}")
+        with (tmp_path / "events.jsonl").open("a") as journal:
+            event = {
+                "event": "generation",
+                "generation": number,
+                "restart_count": number - 1,
+                "rank_base": 0,
+                "nproc": 1,
+            }
+            journal.write(json.dumps(event) + "\n")
+
+    def news(*_: object) -> bool:
+        opened.append(len(os.listdir("/proc/self/fd")))
+        begin()
+        return number == 20
+
+    monkeypatch.setattr(logs, "wait_for_news", news)
+    monkeypatch.setattr(logs, "end_of", lambda *_: object())
+    begin()
+    wanted = logs.Wanted(set(), ("stdout", "stderr"), None, None)
+    logs.follow([tmp_path], wanted, lambda line: shown.append(line.text), 10)
+    assert len(set(opened)) == 1
+    assert [shown.count(f"unfinished {each}") for each in range(1, 21)] == [2] * 20
 
 
 def test_logs_in_which_nothing_stands_are_said(ended: Path, capsys) -> None:

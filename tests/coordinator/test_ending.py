@@ -7,6 +7,7 @@ from msgspec import structs
 
 from holdfast.coordinator.ending import UNBOUNDED, Again, Budget, GiveUp, Retry, after_stop, around, previous_end
 from holdfast.coordinator.incident import Incident, Incidents
+from holdfast.coordinator.membership import HostBackoff
 from holdfast.coordinator.world import LEFT_MAX, World
 from holdfast.protocol.exit_codes import REQUESTS, ExitCode, Scheduler
 from holdfast.protocol.extension import DeviceFault
@@ -40,6 +41,18 @@ def decided(end: tuple[World, Incident], max_restarts: int = 3, *, before: int =
     for n in range(before):
         budget.charge(f"earlier {n}", 1.0)
     return after_stop(*end, budget, simple_judge), budget
+
+
+def test_a_pause_stays_at_its_limit_however_often_a_job_or_a_host_fails() -> None:
+    """For days, as in a crash loop."""
+    limits = Limits()
+    budget, hosts = Budget(10_000, limits), HostBackoff(limits, exclude_after=1)
+    for number in range(5_000):
+        again = budget.charge(f"error {number}", 1.0)
+        hosts.lost("b", lived_s=0.0)
+        excluded_s = hosts.blamed("b", 0.0)
+    assert again == Retry(limits.backoff_max_s)
+    assert excluded_s == limits.exclude_max_s
 
 
 @pytest.mark.parametrize("asked", REQUESTS.values(), ids=str)

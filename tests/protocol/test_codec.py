@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.protocol.charter import Charter, CharterPosition, Polled, Renew
 from holdfast.protocol.codec import (
     FRAME_BYTES_MAX,
     HELLO_BYTES_MAX,
@@ -47,6 +48,7 @@ from holdfast.protocol.messages import (
     Pong,
     Prepared,
     Progress,
+    Recall,
     Refuse,
     Regroup,
     Replace,
@@ -63,7 +65,7 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, NodeSpec
-from holdfast.protocol.rank_progress import FRAMES_MAX, Frame, RankProgress, RankSample, Stage
+from holdfast.protocol.rank_progress import FRAMES_MAX, Collective, Frame, RankProgress, RankSample, Stage
 
 text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
 number = st.integers(0, 2**53)
@@ -337,6 +339,42 @@ def test_the_culprit_keeps_its_words() -> None:
     assert isinstance(decoded, Finish)
     assert decoded.outcome.verdict is not None
     assert decoded.outcome.verdict.culprit == culprit
+
+
+def lost_job(ranks: int, failure: Failure) -> Outcome:
+    """All ranks failed alike, with all that a rank may report."""
+    crowd = tuple(msgspec.structs.replace(failure, rank=rank) for rank in range(1, ranks))
+    verdict = Verdict(code="HF220", cause="c", culprit=failure, collateral=crowd)
+    return Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=verdict)
+
+
+def detailed() -> Failure:
+    collective = Collective(
+        group="tensor", number=1, operation="all_reduce", tensors="[4096, 8192] bfloat16", done=False
+    )
+    details = dict.fromkeys(map(str, range(16)), "bfloat16[4096, 8192]")
+    return msgspec.structs.replace(
+        failure(0, "x" * 8000), collectives=(collective,) * 16, tensors=details, facts=details, stdout_tail="y" * 8000
+    )
+
+
+@pytest.mark.parametrize("ranks", [100, 4000])
+def test_an_outcome_fits_into_a_frame_whatever_carries_it(ranks: int) -> None:
+    """A charter that does not would end the coordinator, and with it the verdict."""
+    outcome = lost_job(ranks, detailed())
+    charter = Charter(CharterPosition(1, 1), (), outcome=outcome)
+    carriers = [
+        Finish(outcome),
+        Renew(1, 1, charter),
+        Polled(1, granted=False, charter=charter),
+        Recall(charter, 1, 0.0),
+    ]
+    for carrier in carriers:
+        data = encode(carrier)
+        assert len(data) <= MESSAGE_BYTES_MAX
+        text = msgspec.json.encode(msgspec.msgpack.decode(data)).decode()
+        assert text.count("ValueError: m") == ranks
+        assert text.count("y" * 8000) >= 1, "the cause keeps its words"
 
 
 class Sampled(msgspec.Struct):

@@ -165,6 +165,17 @@ def test_a_log_is_followed_to_the_jobs_end(
     assert err.decode().count("waits (Priority)") == 2
 
 
+def test_a_log_that_this_machine_may_not_read_is_reported_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "file").touch()
+    follower = submit.Follower("7")
+    follower.log = str(folder / "file" / "log")
+    follower.copy()
+    follower.copy()
+    assert capsys.readouterr().err.count("log cannot be read here: Not a directory") == 1
+
+
 def test_ctrl_c_leaves_the_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(_self: submit.Follower) -> int:
         raise KeyboardInterrupt

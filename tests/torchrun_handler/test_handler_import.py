@@ -109,3 +109,33 @@ def test_nobody_at_the_endpoint(warm: Warm, tmp_path: Path, free_port: Callable[
     )
     assert said.startswith("RendezvousConnectionError holdfast: HF302: no coordinator at")
     assert "connection refused (tried for 1 s)" in said
+
+
+def test_the_time_for_the_store_begins_when_the_generation_is_formed(warm: Warm, tmp_path: Path) -> None:
+    """The wait for another node may be longer than that, and the first try may fail."""
+    said = run(
+        warm,
+        tmp_path,
+        "import types\n"
+        "import holdfast.torchrun_handler.handler as module\n"
+        "from holdfast.torchrun_handler.member import FormedGeneration\n"
+        "now, tries = 0.0, 0\n"
+        "class Membership:\n"
+        "    regroup = False\n"
+        "    def next(self):\n"
+        "        global now\n"
+        "        now += 10 * module.CONNECT_S_MAX\n"
+        "        return FormedGeneration(1, 1, 2, '127.0.0.1', 1, None)\n"
+        "def store(*_, **__):\n"
+        "    global now, tries\n"
+        "    now, tries = now + module.CONNECT_S, tries + 1\n"
+        "    raise module.DistError('The client socket has timed out')\n"
+        "module.time, module.TCPStore = types.SimpleNamespace(monotonic=lambda: now), store\n"
+        "handler = module.HoldfastRendezvous.__new__(module.HoldfastRendezvous)\n"
+        "handler._membership = Membership()\n"
+        "try:\n"
+        "    handler.next_rendezvous()\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, tries == module.CONNECT_S_MAX // module.CONNECT_S)\n",
+    )
+    assert said == "RendezvousConnectionError True\n"

@@ -30,7 +30,7 @@ from holdfast.protocol.charter import (
     Succession,
 )
 from holdfast.protocol.messages import Recall
-from holdfast.protocol.policy import Limits, Note, Tick
+from holdfast.protocol.policy import Limits, Note, Tick, doubled
 
 PLACE_FACTOR = 3.0
 """A voter that stands again waits this many times `Limits.stand_s` longer than the one placed before it."""
@@ -530,7 +530,7 @@ class Voter:
 
     def _fail(self, now: float) -> None:
         limits = self.limits
-        pause_s = min(limits.stand_again_s * 2.0**self._failed, limits.stand_again_max_s)
+        pause_s = doubled(limits.stand_again_s, self._failed, limits.stand_again_max_s)
         self._failed += 1
         # Each voter waits for another time: those that stand together split the votes again
         # (test_a_split_vote_is_followed_by_one_winner).

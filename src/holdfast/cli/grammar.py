@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, OPTIONS, Option, flag_of
 from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
+from holdfast.text import without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -131,8 +132,11 @@ class Parsed(NamedTuple):
         return ":" in self.sources[dest]
 
     def as_written(self, dest: str) -> str:
-        """The value as it was written: `--nnodes two`, `PET_NNODES=two` or `holdfast.toml:3: nnodes = "two"`."""
+        """The value as it was written, but for passwords: `--nnodes two`, `PET_NNODES=two` or
+        `holdfast.toml:3: nnodes = "two"`."""
         value = getattr(self.values, dest)
+        if isinstance(value, str):
+            value = without_passwords(value)
         if self.by_variable(dest):
             return f"{self.sources[dest]}={value}"
         if self.by_file(dest):

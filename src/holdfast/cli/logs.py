@@ -193,18 +193,24 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
             watch.add(folder / JOURNAL)
         end = end_of(folders, stack)
         tails: dict[Path, Tail] = {}
+        stack.callback(lambda: [tail.close() for tail in tails.values()])
         first = True
         while True:
             ended = wait_for_news(watch, end) if not first else False
-            for file in wanted.files(folders):
+            files = wanted.files(folders)
+            for file in files:
                 if file.path not in tails:
                     tails[file.path] = Tail(file)
-                    stack.callback(tails[file.path].close)
                     watch.add(file.path)
             for tail in tails.values():
                 news = (line for line in tail.read() if wanted.matches(line.text))
                 for line in deque(news, lines) if first else news:
                     show(line)
+            # Those of an older generation get no more lines. A job may have more generations than descriptors.
+            for path in tails.keys() - {file.path for file in files}:
+                with contextlib.closing(tails.pop(path)) as tail:
+                    for line in tail.rest():
+                        show(line)
             sys.stdout.flush()
             if ended or end is None:
                 break

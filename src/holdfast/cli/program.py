@@ -372,6 +372,8 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
                 raise
     except UnreadableError as error:
         return Preload(why=str(error))
+    except RecursionError:  # a sum of 500 terms, a chain of 330 `elif`: Python runs both
+        return Preload(why=f"{command.target} is nested too deeply to be read in advance")
 
     name = os.path.basename(sources[-1])
     user, setting = reader.verdict()

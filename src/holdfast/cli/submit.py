@@ -377,6 +377,8 @@ class Follower:
         """Number of the log's bytes that were shown."""
         self.shown = ""
         """The last line about the job's state."""
+        self.unreadable = False
+        """Its log cannot be read on this machine, which was reported."""
         self.ask = ask or (lambda: read_job(ask_scontrol("show", "job", job)))
 
     def run(self) -> int:
@@ -433,6 +435,12 @@ class Follower:
                     sys.stdout.buffer.flush()
         except FileNotFoundError:
             return  # it exists after the job's start, and is visible here a little later
+        except BrokenPipeError:
+            raise  # of stdout
+        except OSError as error:
+            if not self.unreadable:
+                self.unreadable = True
+                say(f"{self.log} cannot be read here: {error.strerror}")
 
 
 # --- the batch script ------------------------------------------------------------------------------------------------

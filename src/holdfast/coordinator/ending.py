@@ -19,7 +19,7 @@ from holdfast.protocol.exit_codes import REQUESTS, ExitCode, Scheduler
 from holdfast.protocol.extension import DeviceFault
 from holdfast.protocol.messages import Notice, StopReason, Waiting
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict, job_exit_code
-from holdfast.protocol.policy import JobSpec, Limits
+from holdfast.protocol.policy import JobSpec, Limits, doubled
 from holdfast.text import ranks_text
 
 UNBOUNDED = 2**31 - 1
@@ -91,7 +91,7 @@ class Budget:
         # Only a loop is slowed down: the first failure of a row waits for nothing.
         if self.streak == 1:
             return Retry(0.0)
-        return Retry(min(self.limits.backoff_first_s * 2 ** (self.streak - 2), self.limits.backoff_max_s))
+        return Retry(doubled(self.limits.backoff_first_s, self.streak - 2, self.limits.backoff_max_s))
 
 
 def _spent(max_restarts: int) -> str:

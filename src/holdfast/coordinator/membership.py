@@ -15,7 +15,7 @@ from msgspec import structs
 
 from holdfast.coordinator.world import Member, PendingLink
 from holdfast.protocol.charter import HOSTS_MAX, HostRecord
-from holdfast.protocol.policy import Limits, NodeSpec
+from holdfast.protocol.policy import Limits, NodeSpec, doubled
 
 LINKS_PER_ADDRESS_MAX = 1024
 """Limit of links from one address that have not joined; one more closes the oldest. Many agents may share a machine."""
@@ -325,7 +325,7 @@ class HostBackoff:
         self.changes += 1
         # One quick death may be an accident (scenario flapping).
         if record.strikes > 1:
-            record.stay_s = min(self.limits.flap_first_s * 2.0 ** (record.strikes - 2), self.limits.flap_max_s)
+            record.stay_s = doubled(self.limits.flap_first_s, record.strikes - 2, self.limits.flap_max_s)
 
     def blamed(self, host: str, now: float) -> float:
         """A generation ended because of this host. Returns for how many seconds the host is excluded; 0: it is not."""
@@ -339,7 +339,7 @@ class HostBackoff:
         # The count starts again after each exclusion, and each exclusion is longer than the one before (scenario
         # excluded).
         record.blames = 0
-        pause_s = min(self.limits.exclude_first_s * 2.0**record.exclusions, self.limits.exclude_max_s)
+        pause_s = doubled(self.limits.exclude_first_s, record.exclusions, self.limits.exclude_max_s)
         record.exclusions += 1
         record.excluded_until_s = now + pause_s
         return pause_s

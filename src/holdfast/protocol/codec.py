@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,18 +24,14 @@ from msgspec.structs import replace
 from holdfast.protocol.errors import ProtocolError
 from holdfast.protocol.messages import (
     EXTENDED_BYTES_MAX,
-    Finish,
     FromAgent,
     FromCoordinator,
     Ping,
     Pong,
     Progress,
-    ReplacementFailed,
     Stopped,
-    WorkerDone,
-    WorkersFailed,
 )
-from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome
+from holdfast.protocol.outcome import Failure, Verdict
 from holdfast.protocol.rank_progress import Frame, RankSample
 
 MAGIC = b"HOLDFAST"
@@ -246,11 +242,12 @@ def encode(message: Struct) -> bytes:
         data = _encoder.encode(message)
     except UnicodeEncodeError:
         # Texts of a worker may contain bytes that are not valid UTF-8.
-        data = _encoder.encode(_cut(message, TEXT_BYTES_MAX))
-    for chars_max in TEXT_CHARS_CUTS:
+        message = _mapped(message, "", lambda text, _: _valid(text))
+        data = _encoder.encode(message)
+    for shorter in _CUTS:
         if len(data) <= MESSAGE_BYTES_MAX:
             return data
-        data = _encoder.encode(_cut(message, chars_max))
+        data = _encoder.encode(_cut(message, shorter))
     if len(data) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"a {type(message).__name__} of {len(data)} bytes does not fit into a frame")
     return data
@@ -287,38 +284,51 @@ def decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes, sender: str) 
         raise ProtocolError(f"not a message of {sender}: {error}") from None
 
 
-def _cut(message: Struct, chars_max: int) -> Struct:
-    """The message with its long texts and stacks cut to this limit; unchanged if it has none."""
-    if isinstance(message, WorkerDone) and message.left is not None:
-        return replace(message, left=_cut_failure(message.left, chars_max))
-    if isinstance(message, WorkersFailed | ReplacementFailed):
-        return replace(message, failures=_cut_failures(message.failures, chars_max))
-    if isinstance(message, Finish):
-        return replace(message, outcome=_cut_outcome(message.outcome, chars_max))
-    return message
-
-
-def _cut_outcome(outcome: Outcome, chars_max: int) -> Outcome:
-    """Cut all texts except the culprit's, which the reader needs most."""
-    if outcome.verdict is None:
-        return outcome
-    collateral = _cut_failures(outcome.verdict.collateral, chars_max)
-    return replace(outcome, verdict=replace(outcome.verdict, collateral=collateral))
-
-
-def _cut_failures(failures: tuple[Failure, ...], chars_max: int) -> tuple[Failure, ...]:
-    return tuple(_cut_failure(failure, chars_max) for failure in failures[:FAILURES_MAX])
+def _cut(value: Any, shorter: Callable[[Failure], Failure]) -> Any:
+    """The value with its failures made shorter, except the one that a verdict names as the cause: the reader needs it
+    most. An outcome travels in a Finish, and in the charter in whatever carries one."""
+    if isinstance(value, Failure):
+        return shorter(value)
+    if isinstance(value, Verdict):
+        return replace(value, collateral=_cut(value.collateral, shorter))
+    if isinstance(value, Struct):
+        return replace(value, **{name: _cut(getattr(value, name), shorter) for name in value.__struct_fields__})
+    if isinstance(value, tuple) and value and isinstance(value[0], Struct):
+        items = value[:FAILURES_MAX] if isinstance(value[0], Failure) else value
+        return tuple(_cut(each, shorter) for each in items)
+    return value
 
 
 def _cut_failure(failure: Failure, chars_max: int) -> Failure:
     """Keep the ends of tracebacks and stderr, and the beginnings of messages: they say the most."""
     return replace(
         failure,
-        error_type=_valid(failure.error_type[:chars_max]),
-        message=_valid(failure.message[:chars_max]),
-        traceback=_valid(failure.traceback[-chars_max:]),
-        stderr_tail=_valid(failure.stderr_tail[-chars_max:]),
+        error_type=failure.error_type[:chars_max],
+        message=failure.message[:chars_max],
+        traceback=failure.traceback[-chars_max:],
+        stderr_tail=failure.stderr_tail[-chars_max:],
     )
+
+
+def _bare(failure: Failure) -> Failure:
+    """What is shown of a failure that is a consequence."""
+    chars_max = TEXT_CHARS_CUTS[-1]
+    return Failure(
+        rank=failure.rank,
+        local_rank=failure.local_rank,
+        host=failure.host,
+        pid=failure.pid,
+        exit_code=failure.exit_code,
+        error_type=failure.error_type[:chars_max],
+        message=failure.message[:chars_max],
+        after_stop=failure.after_stop,
+        started=failure.started,
+        timestamp=failure.timestamp,
+        stepped=failure.stepped,
+    )
+
+
+_CUTS = (*(partial(_cut_failure, chars_max=chars_max) for chars_max in TEXT_CHARS_CUTS), _bare)
 
 
 def cut_sample(sample: RankSample, chars_max: int) -> RankSample:

@@ -321,6 +321,16 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
         return self.member != self.agent
 
 
+def doubled(first_s: float, times: int, most_s: float) -> float:
+    """A pause that doubles with each repetition: `first_s` doubled this often, `most_s` at most. What repeats may do so
+    for days.
+
+    >>> [doubled(0.2, times, 2.0) for times in (0, 1, 5, 5000)]
+    [0.2, 0.4, 2.0, 2.0]
+    """
+    return min(first_s * 2.0 ** min(times, 64), most_s)
+
+
 def agent_of(member: str) -> str:
     """The agent of a member: `node7#5f3a90c1` for `node7#5f3a90c1.2`."""
     host, mark, incarnation = member.rpartition("#")

@@ -20,7 +20,9 @@ def ranks_of(texts: Sequence[str] | None, option: str = "--rank") -> set[int]:
     for text in texts or ():
         for part in text.split(","):
             first, dash, last = part.partition("-")
-            if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) >= RANKS_MAX:
+            written = first.isdecimal() and (not dash or last.isdecimal())
+            ranks = range(int(first), int(last or first) + 1) if written else range(0)
+            if not 0 < len(ranks) <= RANKS_MAX:  # no rank would mean all
                 raise UsageError(f"{option} {text}: write ranks like 3, 0-7 or 1,5")
-            found |= set(range(int(first), int(last or first) + 1))
+            found |= set(ranks)
     return found

@@ -15,6 +15,7 @@ from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import Limits
 from holdfast.rendezvous.backends import row_of
 from holdfast.rendezvous.conf_values import Value, flag, on_or_off, whole_seconds
+from holdfast.text import without_passwords
 
 PORT_MAX = 65535
 
@@ -112,7 +113,8 @@ def parse_conf(text: str) -> dict[str, str]:
     for item in text.split(","):
         key, _, value = (part.strip() for part in item.partition("="))
         if not key:
-            raise RendezvousConfigError(f"--rdzv-conf {text!r} must be in the format key=value,key=value")
+            shown = without_passwords(text)
+            raise RendezvousConfigError(f"--rdzv-conf {shown!r} must be in the format key=value,key=value")
         if not value:
             raise RendezvousConfigError(f"--rdzv-conf key {key!r} must have a value: {key}=VALUE")
         if key in _FLAGS:

@@ -827,7 +827,9 @@ def _polled(program: bytes, lines: tuple[int, ...]) -> tuple[Polling, str]:
     """`polled_at`, kept for each place of a program."""
     from holdfast.protocol.program_source import polled_at
 
-    return polled_at(_parsed(program), lines)
+    with contextlib.suppress(RecursionError):  # as of a sum of a thousand terms
+        return polled_at(_parsed(program), lines)
+    return Polling.NOTHING, ""
 
 
 def _holder(waiting: Frame, sample: RankSample, program: bytes) -> str:
@@ -835,11 +837,12 @@ def _holder(waiting: Frame, sample: RankSample, program: bytes) -> str:
     from holdfast.protocol.program_source import is_inside, wanted_at
 
     tree = _parsed(program)
-    lock = wanted_at(tree, waiting.line)
-    for frame in (frame for frames in sample.threads for frame in frames if lock and frame.file == waiting.file):
-        if is_inside(tree, frame.line, lock):
-            at = f"{frame.file.rpartition('/')[2]}:{frame.line}"
-            return f"it takes {lock}, and another thread is inside {lock}: in {frame.function} at {at}"
+    with contextlib.suppress(RecursionError):
+        lock = wanted_at(tree, waiting.line)
+        for frame in (frame for frames in sample.threads for frame in frames if lock and frame.file == waiting.file):
+            if is_inside(tree, frame.line, lock):
+                at = f"{frame.file.rpartition('/')[2]}:{frame.line}"
+                return f"it takes {lock}, and another thread is inside {lock}: in {frame.function} at {at}"
     return ""
 
 

@@ -62,13 +62,13 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until this node has its place in a generation whose store answers."""
-        deadline_s = time.monotonic() + CONNECT_S_MAX
         while True:
             try:
                 formed = self._membership.next()
             except OverError as error:
                 raise _as_torchs(error) from None
-            store = self._open(formed, deadline_s)
+            # Counted from here: the wait for other nodes may have been longer than this.
+            store = self._open(formed, time.monotonic() + CONNECT_S_MAX)
             if store is not None:  # None: the generation was given up meanwhile
                 return self._info(formed, store)
 
