@@ -14,3 +14,10 @@ def test_every_promise_holds_while_users_ask(family: str, seeds: int) -> None:
     tally = run_seeds(0, seeds, family)
     assert not tally.failures, report(tally)
     assert tally.asked.keys() >= {*HARMLESS, *(DISTURBING if family == QUESTIONS else ())}
+
+
+@pytest.mark.parametrize("seed", [5406, 12730])
+def test_a_drain_is_not_answered_by_what_was_held_for_the_one_before(seed: int) -> None:
+    """A save was let go because a node left: an answer to it came after the next drain had begun."""
+    tally = run_seeds(seed, seed + 1, QUESTIONS)
+    assert not tally.failures, report(tally)

@@ -438,8 +438,8 @@ class Agent:
                 self._on_regroup(now, assign, safe_point, text)
             case Replace(generation, local_ranks):
                 self._on_replace(generation, local_ranks)
-            case Drain(generation, text):
-                self._on_drain(generation, text)
+            case Drain(generation, text, number):
+                self._on_drain(generation, text, number)
             case DrainTo(generation, safe_point, save):
                 self._on_drain_to(generation, safe_point, save=save)
             case Resume(generation):
@@ -794,15 +794,15 @@ class Agent:
     def _hold_again(self) -> None:
         self._out.append(HoldWorkers(self._current().generation))
 
-    def _on_drain(self, generation: int, text: str) -> None:
+    def _on_drain(self, generation: int, text: str, number: int) -> None:
         current = self.current
         if current is None or current.generation != generation:
             return
-        current.asked, current.drain_text = True, text
+        current.asked, current.drain_text, current.drain = True, text, number
         if self.work is Work.RUNNING and not current.all_done:
             self._hold()
         elif self.work is Work.DRAINING and current.reached is not None:
-            self._send(Held(generation, current.reached))
+            self._send(Held(generation, current.reached, drain=number))
 
     def _on_held(self, now: float, generation: int, reached: int, *, saves: bool) -> None:
         current = self.current
@@ -826,7 +826,7 @@ class Agent:
         if self.leaving is not None:
             self._leave(self.leaving.name, drain=True)
         if current.asked:
-            self._send(Held(generation, reached, saves))
+            self._send(Held(generation, reached, saves, current.drain))
 
     def _on_drain_to(self, generation: int, safe_point: int, *, save: bool) -> None:
         current = self.current

@@ -237,9 +237,23 @@ def targets(parsed: Parsed) -> tuple[str, ...]:
             words = shlex.split(each)
         except ValueError as error:
             raise parsed.error("notify", UsageError, f"{each!r}: {error}") from None
-        if not each.startswith(("http://", "https://")) and which(words[0]) is None:
+        if each.startswith(("http://", "https://")):
+            check_url(parsed, "notify", each)
+        elif which(words[0]) is None:
             raise parsed.error("notify", UsageError, f"{words[0]!r} is neither a URL nor a program on this node")
     return found
+
+
+def check_url(parsed: Parsed, dest: str, url: str) -> None:
+    """Raise UsageError for a URL that has no host, or a port that is none: nobody would get what is sent there."""
+    from urllib.parse import urlsplit  # few jobs need it
+
+    try:
+        wrong = "" if urlsplit(url).hostname and urlsplit(url).port != 0 else "it has no host, or no port"
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        raise parsed.error(dest, UsageError, f"{url!r} is no URL: {wrong}")
 
 
 def span_receiver(parsed: Parsed) -> str | None:
@@ -247,6 +261,8 @@ def span_receiver(parsed: Parsed) -> str | None:
     url: str | None = parsed.values.otel
     if url is not None and not url.startswith(("http://", "https://")):
         raise parsed.error("otel", UsageError, "must be the URL of an OTLP/HTTP receiver, as in http://collector:4318")
+    if url is not None:
+        check_url(parsed, "otel", url)
     return url
 
 

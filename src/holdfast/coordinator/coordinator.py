@@ -679,8 +679,10 @@ class Coordinator:
                 self._tell(member, Pong(number, self._authority.age_s(now)))
             case Prepared():
                 self._on_prepared(now, member, message)
-            case Held(generation, reached, saves):
-                if self.phase is Phase.DRAINING and self._is_current(member, generation):
+            case Held(generation, reached, saves, number):
+                # The workers have gone on since they answered a drain that was let go (seed 5406 of `questions`).
+                drains = self.phase is Phase.DRAINING and number == self._draining().number
+                if drains and self._is_current(member, generation):
                     self._draining().heard(member.name, reached, saves=saves)
             case Stopped(generation):
                 self._on_stopped(now, member, generation)
@@ -1316,11 +1318,13 @@ class Coordinator:
             reason,
             text,
             awaited={name for name in world.order if name in self.members and not world.finished(name)},
+            number=world.drains,
             regroups=regroups,
             saves=saves,
         )
+        world.drains += 1
         self._enter(now, Phase.DRAINING)
-        self._tell_world(world, Drain(world.generation, text))
+        self._tell_world(world, Drain(world.generation, text, world.drain.number))
         self._note("draining", generation=world.generation, reason=reason.value, text=text)
 
     def _advance_draining(self, now: float) -> None:

@@ -85,6 +85,8 @@ class Draining:
     text: str
     awaited: set[str]
     """Members that have not reported yet how far their workers are."""
+    number: int = 0
+    """Its number in this generation, counted from 0."""
     newest: int = 0
     """The newest safe point that any worker has reached; 0: none has asked for one."""
     safe_point: int | None = None
@@ -143,6 +145,8 @@ class World:
     master: tuple[str, int] = ("", 0)
     """MASTER_ADDR and MASTER_PORT, as in Start; port 0: this coordinator has not sent them."""
     drain: Draining | None = None
+    drains: int = 0
+    """The number of drains that began in it."""
     """Set by a drain, and not taken back unless the workers are let go."""
     stop_reason: StopReason | None = None
     """The reason of its stop, with the text for users; None: it was not stopped."""

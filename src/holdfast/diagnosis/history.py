@@ -102,7 +102,7 @@ def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
 
 def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generation]) -> None:
     """Add one node's events to the timeline."""
-    why, silent_s, detect_s, host = "", 0.0, 0.0, ""
+    why, silent_s, detect_s, host, lost = "", 0.0, 0.0, "", ""
     failed = 0  # the generation that ends by a failure
     standby: Event = {}
     kept: KeptKernels | None = None
@@ -121,7 +121,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                 case "standby":
                     standby = event
                 case "coordinator.lost":
-                    silent_s = event.get("silent_s", 0.0)
+                    silent_s, lost = event.get("silent_s", 0.0), str(event["member"]).partition("#")[0]
                 case "coordinator.stopping" | "coordinator.draining":
                     why = event.get("text", "")
                     failed = event.get("generation", 0) if event.get("reason") in FAILED else 0
@@ -135,7 +135,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     generation = _generation(found, event["generation"])
                     generation.world_size, generation.why = event["world_size"], event["text"].partition("; ")[0]
                     generation.began_epoch_s = event["time"]
-                    if silent_s:
+                    if silent_s and lost in event["text"]:  # and not of a spare, or of an earlier loss
                         generation.phases_s["detect"] = silent_s
                     silent_s = 0.0
                 case "coordinator.assigned":
@@ -144,7 +144,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     generation.began_epoch_s = event["time"]
                     if detect_s:
                         generation.phases_s["detect"] = max(generation.phases_s.get("detect", 0.0), detect_s)
-                    why, detect_s, failed = "", 0.0, 0
+                    why, silent_s, detect_s, failed = "", 0.0, 0.0, 0
                 case "phases":
                     _add_phases(_generation(found, event["generation"]), event)
                 case "ended":
@@ -458,12 +458,14 @@ def _progress(event: Event, course: GenerationCourse, result: NodeHistory) -> No
     steps, at = event["steps"], event["at"]
     if not steps:
         return
+    course.began_at = max(course.began_at, *event["began_at"])
+    course.ended_at = max(course.ended_at, *at)
+    if not any(steps) and not any(now > began >= 0 for now, began in zip(at, event["began_at"], strict=True)):
+        return  # written from the start on, also before the first step
     # The event `phases`, which has the exact time, comes with the first step of an optimizer. These may be beats only.
     if course.ready_s is None:
         course.ready_s = event["time"]
     course.stepped = True
-    course.began_at = max(course.began_at, *event["began_at"])
-    course.ended_at = max(course.ended_at, *at)
     result.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps)))
 
 

@@ -140,6 +140,8 @@ class Held(AgentMessage, frozen=True, tag="held"):
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for a safe point yet."""
     saves: bool = False
     """All of them ask at their safe points whether to save."""
+    drain: Count = 0
+    """The number of the Drain that this answers: an earlier one's answer may come after it was let go."""
 
 
 class Progress(AgentMessage, frozen=True, tag="progress"):
@@ -322,6 +324,8 @@ class Drain(CoordinatorMessage, frozen=True, tag="drain"):
 
     generation: Count
     text: str = ""
+    drain: Count = 0
+    """Its number in this generation, counted from 0."""
 
 
 class DrainTo(CoordinatorMessage, frozen=True, tag="drain_to"):

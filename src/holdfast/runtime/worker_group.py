@@ -205,6 +205,7 @@ class WorkerGroup:
         running = self.workers(generation)
         if running is not None:
             running.board.hold()
+        self._cancel_hold()
         self._hold_timer = self._loop.call_later(HOLD_SETTLES_S, self._held, generation)
 
     def _held(self, generation: int) -> None:
@@ -214,9 +215,15 @@ class WorkerGroup:
 
     def release(self, generation: int, safe_point: int, *, save: bool = False) -> None:
         """Let the workers continue to this safe point, where they stop, or save and go on; 0: they only continue."""
+        self._cancel_hold()  # its answer would be taken for that of the next one
         running = self.workers(generation)
         if running is not None:
             running.board.release(safe_point, save=save)
+
+    def _cancel_hold(self) -> None:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
 
     def workers(self, generation: int) -> RunningGeneration | None:
         """The workers of this generation; None: it does not run here."""
@@ -264,8 +271,7 @@ class WorkerGroup:
         self._phases.close()
         self._progress_notes.close()
         await self._observer.close()
-        if self._hold_timer is not None:
-            self._hold_timer.cancel()
+        self._cancel_hold()
         self._cancel_release()
         self._close_running()
 

@@ -50,7 +50,12 @@ def test_a_node_that_is_silent_or_leaves_ends_no_job_that_is_to_save() -> None:
     harness = saving()
     harness.say(2, msg.Leave("SIGTERM", drain=True))
     assert "n2 is leaving" in harness.refusal()
-    assert (harness.machine.phase, harness.told[-1][1]) == (Phase.DRAINING, msg.Drain(1, "n2 is leaving (SIGTERM)"))
+    assert (harness.machine.phase, harness.told[-1][1]) == (
+        Phase.DRAINING,
+        msg.Drain(1, "n2 is leaving (SIGTERM)", drain=1),
+    )
+    harness.both_say(msg.Held(1, 4))
+    assert isinstance(harness.told[-1][1], msg.Drain), "these answers are to the drain that was let go"
 
 
 @pytest.mark.parametrize("state", [preparing, stopping, draining])

@@ -300,7 +300,13 @@ class DrawnAgent(SimAgent):
     def _hold(self, generation: int) -> None:
         self._held_s = self.cluster.clock.now
         reached = max((self._reached(rank, self._held_s) for rank in self.workers), default=0)
-        self.cluster.agenda.after(0.02, lambda: self.handle(ev.WorkersHeld(generation, reached, saves=True)))
+        held_s = self._held_s
+
+        def answer() -> None:
+            if self._held_s == held_s:  # they have not been released meanwhile
+                self.handle(ev.WorkersHeld(generation, reached, saves=True))
+
+        self.cluster.agenda.after(0.02, answer)
 
     def _release(self, generation: int, safe_point: int, *, save: bool) -> None:
         if generation != self.generation or self._held_s is None:

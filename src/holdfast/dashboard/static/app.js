@@ -504,7 +504,7 @@ class JobPage {
       nodes.map(({ host, load }) => [host, [`${load.cpu_percent} % of ${load.cores}`, "number"], [part(load.memory_bytes, load.memory_total_bytes), "number"], [part(load.disk_free_bytes, load.disk_total_bytes), "number"],
         [`${bytes(load.received_bytes_s)}/s`, "number"], [`${bytes(load.sent_bytes_s)}/s`, "number"], [milliseconds(load.lag_ms), "number"],
         load.gpus.length ? h("details", { open: this.opened.has(host), ontoggle: (event) => this.opened[event.target.open ? "add" : "delete"](host) }, h("summary", {}, `${load.gpus.length}: ${Math.min(...load.gpus.map((gpu) => gpu.percent))}–${most(load.gpus, "percent")} %, up to ${bytes(most(load.gpus, "used_bytes"))}, ${most(load.gpus, "celsius")} °C`),
-          load.gpus.map((gpu, index) => h("div", { class: "small" }, `GPU ${index}: ${gpu.percent} %, ${part(gpu.used_bytes, gpu.total_bytes)}, ${gpu.celsius} °C`))) : "none"]), "Load of the nodes")];
+          load.gpus.map((gpu) => h("div", { class: "small" }, `GPU ${gpu.index}: ${gpu.percent} %, ${part(gpu.used_bytes, gpu.total_bytes)}, ${gpu.celsius} °C`))) : "none"]), "Load of the nodes")];
   }
 
   // ------------------------------------------------------------- 9: snapshots

@@ -314,6 +314,8 @@ COMPARED_MAX = 64
 NAMES_RANKS = re.compile(
     r"\b(?:global[ _])?ranks?(?:\(s\))?\W{0,4}(?:dict_keys\()?\W{0,3}(\d+(?:(?:,| and|, and)?\s*\d+)*)", re.IGNORECASE
 )
+OF_A_PART = re.compile(r"(?:\b(?:local|node|group)|parallel|\b[tdpecs]p)[\s_-]*$", re.IGNORECASE)
+"""What stands before a rank that is counted within a node or a group: its number is not the rank of the job."""
 SAYS_FAILED = re.compile(
     r"fail|error|exception|rais|abort|crash|died|dead|broke|\bnan\b|\binf\b|not finite|non-?finite|bad|invalid"
     r"|unhealthy|missing|caught|problem|corrupt|overflow|diverge|stopp",
@@ -386,7 +388,8 @@ def _named_rank(failures: Sequence[Failure], first: Failure, parsed: ExceptionTe
     text = _first_line(parsed.text or parsed.last_line)
     if not SAYS_FAILED.search(text) or not _on_purpose(first, parsed):
         return None
-    ranks = [int(number) for found in NAMES_RANKS.finditer(text) for number in re.findall(r"\d+", found[1])]
+    named = (found for found in NAMES_RANKS.finditer(text) if not OF_A_PART.search(text[: found.start()]))
+    ranks = [int(number) for found in named for number in re.findall(r"\d+", found[1])]
     if not ranks or len(set(ranks)) >= max(2, len(failures)):
         return None
     return next((each for each in failures if each.rank == ranks[0]), None)

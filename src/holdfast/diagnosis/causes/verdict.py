@@ -68,10 +68,11 @@ def named_ranks(failures: Sequence[Failure]) -> tuple[int, ...]:
     return ()
 
 
-def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
+def odd_one(failures: Sequence[Failure]) -> tuple[Failure | None, bool] | None:
     """The failure whose collectives differ from the others', and whether it called another one; None: they agree.
 
-    If two differ, it is the one with fewer collectives: the other one waits for it.
+    If two differ, it is the one with fewer collectives: the other one waits for it. If they have as many, and no call
+    has a majority, it is unknown which one is wrong: no failure is given.
     """
     seen = [(failure, newest) for failure in failures[:COMPARED_MAX] if (newest := _newest_collective(failure))]
     counts = Counter(newest for _, newest in seen)
@@ -82,6 +83,8 @@ def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
     if times * 2 <= len(seen):  # without a majority any of them may be the one that lags
         odd = seen
     failure, newest = min(odd, key=lambda pair: pair[1][0])
+    if odd is seen and all(other[0] == newest[0] for _, other in seen):
+        return None, True
     others = {other[0] for _, other in seen if other != newest}
     return failure, others == {newest[0]}
 
@@ -382,7 +385,13 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
 
     odd = odd_one(complaints)
     if odd is not None:
-        culprit, another = odd
+        differs, another = odd
+        if differs is None:
+            calls = [f"rank {each.rank} {newest[1]}" for each in complaints if (newest := _newest_collective(each))]
+            shown = listed(calls, CALLS_SHOWN_MAX)
+            line = f"it is unknown which rank is wrong: they waited in different collectives ({shown})"
+            return evidence.verdict("HF225", line, None, advice()["HF225"], noticed_by=culprit)
+        culprit = differs
         if another:
             line = f"{_who(culprit)} called another collective than its peers, which waited for it until the time-out"
             return evidence.verdict("HF225", line, culprit, advice()["HF225"])

@@ -197,7 +197,12 @@ class OnNode(NodeExtension):
             return folder.bound(self._bytes_max, lambda: time.monotonic() >= until_s)
 
         try:
-            found = await run_detached(bound)
+            async with asyncio.timeout(BOUND_S_MAX + SLACK_S):  # one call may wait for a file server that is gone
+                found = await run_detached(bound)
+        except TimeoutError:
+            why = f"no answer within {BOUND_S_MAX + SLACK_S:g} s"
+            self.node.write("caches_bounded", folder=folder.path, error=why)
+            return
         except OSError as error:
             self.node.write("caches_bounded", folder=folder.path, error=error.strerror or str(error))
             return

@@ -257,7 +257,7 @@ class HangDetector:
 
     def _find(self, now: float, suspicion: _Suspicion, stories: Sequence[RankStory]) -> Finding:
         finding = self._examine(stories)
-        if suspicion.store:
+        if suspicion.store and self._throughput.grouping:  # a rank in it may have ended meanwhile
             return self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
         if self._throughput.in_stage[Stage.DONE]:
             return _about_the_last(finding)

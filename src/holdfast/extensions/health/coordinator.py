@@ -65,8 +65,8 @@ class AtCoordinator(CoordinatorExtension):
         """The text of each difference that was reported and is still there, by member and trait."""
         self._pairs: PairRounds | None = None
         """None: no node has offered to measure others."""
-        self._slow_links: tuple[str, ...] = ()
-        """Links that were slow in the newest rounds, and nodes for which there was no spare, in words."""
+        self._slow_links: dict[tuple[str, ...], str] = {}
+        """Links that were slow in the newest rounds, and nodes for which there was no spare, in words, by members."""
         self._devices: dict[tuple[str, int], DeviceFault] = {}
         """The newest severe events of devices, by their agents and numbers."""
         self._noticed: deque[str] = deque(maxlen=NOTICES_MAX)
@@ -114,7 +114,7 @@ class AtCoordinator(CoordinatorExtension):
             return []
         orders = list(found.orders)
         if found.rates is not None:
-            self._slow_links = ()
+            self._slow_links = {}
             orders.append(Note("pairs", {"generation": found.generation, "bytes_s": found.rates}))
         spares = self._spares(found.members)
         for slow in found.slow:
@@ -131,7 +131,7 @@ class AtCoordinator(CoordinatorExtension):
                 reason = f"its network is slow with all others: {rate}"
                 orders += self._park(names[0], found.generation, reason)
             else:
-                self._slow_links = (*self._slow_links, text)
+                self._slow_links[tuple(names)] = text
                 orders.append(Announce(text))
         return orders
 
@@ -237,12 +237,13 @@ class AtCoordinator(CoordinatorExtension):
             self._traits.pop(event.member, None)
             self._differing.discard(event.member)
             self._reported = {key: text for key, text in self._reported.items() if key[0] != event.member}
+            self._slow_links = {key: text for key, text in self._slow_links.items() if event.member not in key}
             return self._gone(event.member)
         return ()
 
     def view(self, now: float) -> Figures:  # noqa: ARG002
         differing = [text for (member, _), text in self._reported.items() if member not in self._parked]
-        return Figures(notices=(*self._parked.values(), *differing, *self._slow_links, *self._noticed))
+        return Figures(notices=(*self._parked.values(), *differing, *self._slow_links.values(), *self._noticed))
 
 
 def _differences(known: Mapping[str, Mapping[str, str]]) -> list[NodeDifference]:

@@ -71,6 +71,8 @@ class PairRounds:
 
     def offered(self, now: float, member: str, offer: Measurable) -> PairsFound | None:
         """A node of this generation waits for its order to measure."""
+        if offer.generation < self._job.generation:
+            return None  # the node's preflight took so long that another generation is being formed
         if offer.generation != self._generation:
             self._forget(offer.generation)
         self._offers[member] = offer

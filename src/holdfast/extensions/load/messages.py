@@ -20,6 +20,8 @@ class GpuLoad(Struct, frozen=True):
     used_bytes: Count
     total_bytes: Count
     celsius: Count
+    index: Count = 0
+    """Its number on the node: a GPU that cannot be read is left out."""
 
 
 class NodeLoad(Struct, frozen=True):

@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -155,14 +156,13 @@ class Machine:
         return time.monotonic(), all_s - idle_s, all_s, received, sent
 
     def _gpu_loads(self) -> tuple[GpuLoad, ...]:
+        """Of all GPUs that can be read: one may have fallen off the bus, and a part of one (MIG) has no utilization."""
         nvml, found = self._nvml, []
-        try:
-            for gpu in self._gpus[:ITEMS_MAX]:
+        for index, gpu in enumerate(self._gpus[:ITEMS_MAX]):
+            with contextlib.suppress(Exception):  # NVML's own errors; its module is loaded late
                 memory, percent = nvml.nvmlDeviceGetMemoryInfo(gpu), nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
                 celsius = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
-                found.append(GpuLoad(percent, memory.used, memory.total, _count(celsius)))
-        except Exception:  # noqa: BLE001 - NVML's own errors; its module is loaded late
-            self._gpus = []  # it has fallen off the bus, or the driver is being replaced
+                found.append(GpuLoad(percent, memory.used, memory.total, _count(celsius), index))
         return tuple(found)
 
 

@@ -54,6 +54,8 @@ class Notices:
                 self._why = fields
             case "coordinator.stopping" | "coordinator.draining" if not self._why:
                 self._why = fields
+            case "coordinator.drain_to" if fields.get("save") or not fields["safe_point"]:
+                self._why = {}  # the workers go on: it was a save, or whoever was waited for is gone
             case "coordinator.hang" if fields["kind"] in ("hung", "stuck"):
                 self._send_notice("hang", f"hangs: {fields['text']}", fields)
             case "coordinator.straggler":

@@ -81,6 +81,8 @@ class Spans:
                 self._begin(fields["generation"], went_on=True)
             case "coordinator.stopping" | "coordinator.draining":
                 self._ends(reason=fields["reason"], text=fields["text"])
+            case "coordinator.drain_to" if fields.get("save") or not fields["safe_point"]:
+                self._why = None  # the workers go on: it was a save, or whoever was waited for is gone
             case "coordinator.verdict" if fields["code"] != NOBODY_FAILED:
                 self._ends(code=fields["code"], cause=fields["cause"])
             case "coordinator.steps_down":
