@@ -56,7 +56,7 @@ def test_no_files(launchers: Launchers) -> None:
     assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
     assert not theirs.logs.exists()
     assert not ours.logs.exists()
-    assert shown(ours.out) == shown(theirs.out)
+    assert shown(ours.out) == shown(theirs.out), ours
 
 
 def test_the_run_folder(launchers: Launchers) -> None:

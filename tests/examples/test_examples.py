@@ -96,8 +96,8 @@ def test_demo(jobs: WarmJobs, tmp_path: Path) -> None:
     assert re.search(r"exit code 0, test accuracy 0\.9[5-9]", done.stdout), done.stdout
 
 
-@pytest.mark.parametrize(("example", "first_step"), [("survivors.py", 1), ("fsdp.py", 0)])
-def test_survivors_keep_their_processes(jobs: WarmJobs, tmp_path: Path, example: str, first_step: int) -> None:
+@pytest.mark.parametrize("example", ["survivors.py", "fsdp.py"])
+def test_survivors_keep_their_processes(jobs: WarmJobs, tmp_path: Path, example: str) -> None:
     """One of three is killed: the others go on as two, and a replacement joins them."""
     arguments = ("--step-seconds", "0.02", "--steps", "100000", "--folder", str(tmp_path / "snapshots"))
     options = ("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", "--log-dir", tmp_path / "logs")
@@ -118,7 +118,8 @@ def test_survivors_keep_their_processes(jobs: WarmJobs, tmp_path: Path, example:
     assert len(after - before) == 1
     assert after & before == before - {first[1][2]}
     assert len({step for _, step, _ in two}) == 1
-    assert first_step <= two[0][1] <= three[0][1], "a replacement may be there before the two have done a step"
+    # The rank may be killed before the first step, and a replacement may be there before the two have done one.
+    assert 0 <= two[0][1] <= three[0][1]
 
 
 def begun(screen: IO[str], world: int) -> list[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.train.random_numbers import RandomNumbers, RandomRecord, TorchsGenerator
+from holdfast.train.random_numbers import RandomNumbers, RandomRecord, TorchsGenerator, random_state, set_random_state
 
 pytestmark = pytest.mark.xdist_group("torch")
 
@@ -115,3 +115,18 @@ def test_what_was_recorded_is_drawn_again() -> None:
     drawn()
     numbers.restore(recorded)
     assert drawn() == expected
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "MT19937"])
+def test_numpys_numbers_come_back_whatever_generator_the_program_has_set(kind: str) -> None:
+    before = np.random.get_state(legacy=False)["bit_generator"]
+    try:
+        np.random.set_bit_generator(getattr(np.random, kind)(7))
+        state = random_state()
+        drawn = np.random.random(3).tolist()
+        np.random.set_bit_generator(np.random.MT19937(1))
+        set_random_state(state)
+        assert np.random.random(3).tolist() == drawn
+        RandomNumbers()
+    finally:
+        np.random.set_bit_generator(getattr(np.random, before)())

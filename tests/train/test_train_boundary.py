@@ -16,6 +16,8 @@ import holdfast.train as ht
 from holdfast.protocol.errors import DataStateError
 from holdfast.train.agent_channel import _calls_a_module
 from holdfast.train.boundary import Boundary, Buffers, noted_forward
+from holdfast.train.state import Tracker
+from holdfast.train.survival import _take_over_unsaved, _unsaved_buffers
 
 pytestmark = pytest.mark.xdist_group("torch")
 
@@ -40,6 +42,77 @@ def test_buffers_come_back_also_when_a_step_puts_others_in_their_place() -> None
     model(torch.randn(8, 3))
     buffers.restore()
     assert all(torch.equal(each, kept[name]) for name, each in model.named_buffers())
+
+
+@pytest.mark.parametrize("change", ["wider", "narrower", "longer", "none", "appears", "sparse", "in place"])
+def test_every_buffer_comes_back_whatever_a_step_makes_of_one(change: str) -> None:
+    """As caches and queues that grow: the others, BatchNorm's, come back, too."""
+    model = nn.BatchNorm1d(3)
+    first: torch.Tensor | None = torch.ones(4)
+    if change == "narrower":
+        first = torch.ones(4, dtype=torch.float64)
+    elif change == "appears":
+        first = None
+    elif change == "sparse":
+        first = torch.ones(4).to_sparse()
+    model.register_buffer("cache", first)
+    buffers = Buffers([model])
+    for _ in range(2):
+        buffers.keep()
+    mean = model.running_mean.clone()
+    later = {
+        "wider": torch.full((4,), 2.0, dtype=torch.float64),
+        "narrower": torch.full((4,), 2.0),
+        "longer": torch.full((9,), 2.0),
+        "none": None,
+        "appears": torch.full((4,), 2.0),
+        "sparse": torch.full((4,), 2.0).to_sparse(),
+    }
+    if change == "in place":
+        model.cache.resize_(100).fill_(2.0)
+    else:
+        model.cache = later[change]
+    model.register_buffer("late", torch.zeros(1))
+    model(torch.randn(8, 3))
+    interrupted = buffers.copies()
+
+    buffers.restore()
+    assert torch.equal(model.running_mean, mean)
+    assert not hasattr(model, "late")
+    if first is None:
+        assert model.cache is None
+    else:
+        assert (model.cache.dtype, model.cache.shape) == (first.dtype, torch.Size([4]))
+        assert torch.equal(model.cache.to_dense(), torch.ones(4, dtype=first.dtype))
+
+    buffers.restore_changed(interrupted)
+    assert not torch.equal(model.running_mean, mean)
+    assert model.late is not None
+    assert (model.cache is None) == (change == "none")
+    if change != "none":
+        assert model.cache.to_dense().eq(2.0).all()
+
+
+def test_what_a_program_s_schedule_has_seen_comes_back(tmp_path: Path) -> None:
+    class Seeing(torch.optim.lr_scheduler.LRScheduler):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.seen: list[int] = []
+            super().__init__(optimizer)
+
+        def get_lr(self) -> list[float]:
+            self.seen.append(self.last_epoch)
+            return [1.0 / len(self.seen)] * len(self.optimizer.param_groups)
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    boundary, state, _ = tracked(tmp_path, model, optimizer=optimizer, schedule=(schedule := Seeing(optimizer)))
+    boundary.mark(state)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+        assert schedule.seen == [0, 1]
+        boundary.rewind(state)
+        assert schedule.seen == [0]
 
 
 def test_the_schedule_and_the_numbers_of_a_step_that_was_interrupted_come_back(tmp_path: Path) -> None:
@@ -260,3 +333,52 @@ def test_torch_calls_modules_as_an_interruption_assumes() -> None:
     torch.compile(Looks(), backend="eager", disable=True)(torch.zeros(1))
     assert seen == [True, True]
     assert not _calls_a_module(sys._getframe())
+
+
+def test_a_rank_that_is_behind_gets_the_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 1)
+            self.inner.register_buffer("seen", torch.zeros(2), persistent=False)
+            self.register_buffer("cache", None, persistent=False)
+            self.register_buffer("grown", torch.zeros(1), persistent=False)
+
+    def tracker(name: str) -> Tracker:
+        snaps = ht.Snapshots(tmp_path / name, every=None, memory_every=None)
+        snaps.track(model=Caching())
+        return snaps._tracker
+
+    source, behind = tracker("source"), tracker("behind")
+    (ours,), (theirs,) = source.models, behind.models
+    before = theirs.inner.seen
+    ours.inner.seen += 3
+    ours.cache = torch.ones(4)
+    ours.grown = torch.full((5,), 2.0)
+    _take_over_unsaved(behind, _unsaved_buffers(source))
+    assert theirs.inner.seen is before
+    assert theirs.inner.seen.tolist() == [3.0, 3.0]
+    assert (theirs.cache.tolist(), theirs.grown.tolist()) == ([1.0] * 4, [2.0] * 5)
+
+
+def test_numbers_that_a_loss_or_an_optimizer_draws_are_there_for_a_replacement(tmp_path: Path) -> None:
+    """Where the rank is lost before its step is complete, and the others complete theirs with its gradients."""
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+
+    def boundary() -> Boundary:
+        snaps = ht.Snapshots(tmp_path / "runs", every=None, memory_every=None)
+        snaps.track(model=nn.Linear(1, 1))
+        made = Boundary(snaps._tracker, str(memory))
+        made.mark(snaps.state)
+        return made
+
+    lost = boundary()
+    lost.forward_done()
+    torch.rand(3)
+    lost.note_drawn()
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    replacement = Boundary(lost._tracker, str(memory))
+    assert replacement.restore_random(1, survived=False)
+    assert torch.equal(torch.rand(3), expected)

@@ -257,3 +257,51 @@ def test_an_expanded_buffer_does_not_take_other_values(tmp_path: Path) -> None:
     again.register_buffer("odd", torch.zeros(1).expand(3))
     save(tmp_path, {**everything(), "odd": made})
     refused(tmp_path, {**everything(), "odd": again}, "share memory")
+
+
+class Counting(torch.optim.SGD):
+    """Its state has entries that belong to no parameter, as KFAC's belong to modules."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1  # type: ignore[index]
+        return super().step(closure)
+
+
+def test_an_optimizer_s_state_of_no_parameter_comes_back(tmp_path: Path) -> None:
+    def life() -> tuple[Counting, ht.Snapshots]:
+        model = nn.Linear(2, 1)
+        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+        snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
+        snaps.track(model=model, optimizer=optimizer)
+        snaps.resume()
+        model(torch.ones(1, 2)).sum().backward()
+        return optimizer, snaps
+
+    for steps in (1, 2, 3):
+        optimizer, snaps = life()
+        optimizer.step()
+        assert optimizer.state["all"] == {"steps": steps}  # type: ignore[index]
+        snaps.step()
+        snaps.save(wait=True)
+        snaps.close()
+
+
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_an_optimizer_s_state_follows_a_model_of_another_type(
+    tmp_path: Path, kinds: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Without that its next step fails, or goes on with what bfloat16 has left of the momentum."""
+    for number, kind in enumerate(kinds):
+        model = nn.Linear(2, 1).to(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
+            snaps.track(model=model, optimizer=optimizer)
+            snaps.resume(strict=not number)
+        model(torch.ones(1, 2, dtype=kind)).sum().backward()
+        optimizer.step()
+        assert all(each["exp_avg"].dtype is kind for each in optimizer.state.values())
+        snaps.step()
+        snaps.save(wait=True)
+        snaps.close()

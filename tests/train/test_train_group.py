@@ -341,6 +341,8 @@ class BrokenStore:
 def test_a_store_that_is_gone_is_no_reason_to_stop() -> None:
     board = mistakes.SharedFacts(0, 2, BrokenStore())
     loss = mistakes.LossDiffers(lambda mistake, text: pytest.fail(text), board)
+    loss.step(None)  # as a metric before the first evaluation
+    loss.step("none yet")
     for _ in range(5):
         loss.step(1.0)
     assert board.count("a", 1) == 0

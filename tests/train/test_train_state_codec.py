@@ -371,3 +371,12 @@ def test_nothing_is_taken_apart_twice_without_a_change() -> None:
     later = training.tracker.collect(0, 1)
     assert one.shared is other.shared is later.shared
     assert one.text == other.text != later.text
+
+
+def test_tensors_in_sets_and_as_keys_come_back_each_as_itself() -> None:
+    keys = [torch.tensor(1.0), torch.tensor(2.0)]
+    assert sorted(each.item() for each in back(set(keys))) == [1.0, 2.0]
+    assert {key.item(): value for key, value in back(dict(zip(keys, "ab", strict=True))).items()} == {
+        1.0: "a",
+        2.0: "b",
+    }

@@ -333,3 +333,31 @@ def test_what_stays(warm: Warm, job: Path, tmp_path: Path, what: str, left: list
         assert len(list((tmp_path / "snaps").glob("step_*/rank_00000.checked"))) == 2, "their writer has read them"
     assert ("step_000000003.0001 was set aside" in done.stderr) == (what == "damage")
     assert len(list((tmp_path / "snaps").glob("bad.*"))) == (what == "damage")
+
+
+@pytest.mark.usefixtures("own_staging")
+def test_a_model_with_an_extra_state_is_exported_without_it_and_an_object_of_tensors_is_no_model(
+    tmp_path: Path,
+) -> None:
+    class Versioned(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"version": 1}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            pass
+
+    class Averages:
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {"mean": torch.ones(1)}
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            pass
+
+    with ht.Snapshots(tmp_path / "runs", every=None, memory_every=None) as snaps:
+        snaps.track(first=Versioned(2, 2), second=nn.Linear(2, 2), averages=Averages())
+        snaps.step()
+        snaps.save(wait=True)
+    line = [str(tmp_path / "runs"), "--to", str(tmp_path / "out"), "--format", "safetensors"]
+    with pytest.warns(UserWarning, match=r"left out, since they are no tensors: first\._extra_state"):
+        assert export.main(line) == 0
+    assert sorted(load_file(tmp_path / "out")) == ["first.bias", "first.weight", "second.bias", "second.weight"]

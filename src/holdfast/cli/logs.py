@@ -12,7 +12,7 @@ import re
 import select
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -193,7 +193,7 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
             watch.add(folder / JOURNAL)
         end = end_of(folders, stack)
         tails: dict[Path, Tail] = {}
-        stack.callback(lambda: [tail.close() for tail in tails.values()])
+        stack.callback(_close_all, tails)
         first = True
         while True:
             ended = wait_for_news(watch, end) if not first else False
@@ -218,6 +218,11 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
         for tail in tails.values():
             for line in tail.rest():
                 show(line)
+
+
+def _close_all(tails: Mapping[Path, Tail]) -> None:
+    for tail in tails.values():
+        tail.close()
 
 
 def end_of(folders: Sequence[Path], stack: contextlib.ExitStack) -> Call | None:

@@ -328,7 +328,10 @@ def _bare(failure: Failure) -> Failure:
     )
 
 
-_CUTS = (*(partial(_cut_failure, chars_max=chars_max) for chars_max in TEXT_CHARS_CUTS), _bare)
+_CUTS: tuple[Callable[[Failure], Failure], ...] = (
+    *(partial(_cut_failure, chars_max=chars_max) for chars_max in TEXT_CHARS_CUTS),
+    _bare,
+)
 
 
 def cut_sample(sample: RankSample, chars_max: int) -> RankSample:

@@ -6,12 +6,14 @@ With it a rank that was interrupted in a step goes back to the beginning of that
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +28,9 @@ from holdfast.train.kept import WatchedTensors
 from holdfast.train.own_objects import OwnObjects
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
 from holdfast.train.state import Tracker, TrainState, position_of
+
+CONTAINERS = (list, dict, set, deque)
+"""What a program's schedule may change in place."""
 
 
 class Boundary:
@@ -46,7 +51,7 @@ class Boundary:
         self._positions: list[dict[str, Any]] | None = []
         """Positions of the followers; None: a sampler did not know its own."""
         self._random = RandomNumbers()
-        self._interrupted: tuple[States, list[torch.Tensor]] | None = None
+        self._interrupted: tuple[States, list[KeptBuffer]] | None = None
         """Random numbers and buffers when the rank was interrupted; None: it never was."""
         self._record = RandomRecord.at(place, self._random.states)
         self._schedulers = [each for each in tracker.others.values() if isinstance(each, LRScheduler)]
@@ -83,8 +88,7 @@ class Boundary:
             for each in self._optimizers
             for group in each.param_groups
         ]
-        if self._buffers.any:
-            self._buffers.keep()
+        self._buffers.keep()
         self._parameters.note()
         if self._has_more:
             self._mark_more()
@@ -121,16 +125,19 @@ class Boundary:
         return dict(zip(self._followers, self._positions, strict=True))
 
     def forward_done(self) -> None:
-        """Write the random numbers down for a replacement: a model's forward pass is done, and a step draws nothing
+        """Write the random numbers down for a replacement: a model's forward pass is done, and most steps draw nothing
         after it. The replacement needs them if this rank is lost before its step is complete, and others complete
         theirs with its gradients."""
-        if self._record is not None:
-            # Each micro-batch calls this; that of the step's last one stays.
-            self._record.write(self._tracker.state.step + 1, self._random.now(), complete=False)
+        self.note_drawn()  # each micro-batch calls this; that of the step's last one stays
         if self.objects.any:
             self.objects.forward_done(self._tracker.state.step + 1)
         if self.after_forward is not None:
             self.after_forward()
+
+    def note_drawn(self) -> None:
+        """Write the random numbers down again: the loss has drawn some, or an optimizer that adds noise."""
+        if self._record is not None:
+            self._record.write(self._tracker.state.step + 1, self._random.now(), complete=False)
 
     def rewind(self, state: TrainState) -> None:
         """Go back to the last `mark`."""
@@ -139,7 +146,8 @@ class Boundary:
         self._random.restore()
         if self._schedulers:
             for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
-                scheduler.load_state_dict({name: each for name, each in schedule.items() if name != "optimizer"})
+                kept = {name: each for name, each in schedule.items() if name != "optimizer"}
+                scheduler.load_state_dict(_with_own_containers(kept))
         self.objects.rewind()
         # After the objects: a schedule of the program's own may set options when it takes its state.
         groups = [group for each in self._optimizers for group in each.param_groups]
@@ -212,11 +220,20 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _schedule_of(scheduler: LRScheduler) -> Callable[[], dict[str, Any]]:
-    """The function that gives a scheduler's state. Most schedulers keep torch's `state_dict`, which returns all
-    attributes but the optimizer, by a loop: a copy of all attributes is faster."""
+    """The function that gives a scheduler's state. Most of torch's keep `LRScheduler.state_dict`, which returns all
+    attributes but the optimizer, by a loop: a copy of all attributes is faster. torch's own change none of them in
+    place; a program's may have a list of what it saw."""
+    of_torch = type(scheduler).__module__ == LRScheduler.__module__
     keeps_it = type(scheduler).state_dict is LRScheduler.state_dict
-    now: Callable[[], dict[str, Any]] = vars(scheduler).copy if keeps_it else scheduler.state_dict
-    return now
+    if of_torch:
+        now: Callable[[], dict[str, Any]] = vars(scheduler).copy if keeps_it else scheduler.state_dict
+        return now
+    return lambda: _with_own_containers(scheduler.state_dict())
+
+
+def _with_own_containers(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with copies of its containers: what is in them may be anything, as a model."""
+    return {name: copy.copy(each) if isinstance(each, CONTAINERS) else each for name, each in state.items()}
 
 
 _after_forward: dict[int, Callable[[], object]] = {}
@@ -262,63 +279,128 @@ def _note(module: nn.Module, *_: Any) -> None:
         note()
 
 
+class KeptBuffer(NamedTuple):
+    """A buffer of a module, and its value at some time."""
+
+    buffers: dict[str, torch.Tensor | None]
+    """The module's."""
+    name: str
+    tensor: torch.Tensor | None
+    """The buffer itself; None: the model had set it to None."""
+    value: torch.Tensor | None
+
+
 class Buffers:
-    """The buffers of some models, and their values at the last `keep`."""
+    """The buffers of some models, and their values at the last `keep`. A model may replace a buffer, register one, or
+    give it another shape or type, as caches and queues that grow."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._names = [
-            (torch_private.buffers_of(module), name)
-            for model in models
-            for module in model.modules()
-            for name, each in torch_private.buffers_of(module).items()
-            if each is not None
-        ]
-        self.any = bool(self._names)
-        """Whether there are any."""
+        self._modules = [torch_private.buffers_of(module) for model in models for module in model.modules()]
+        self._names: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._found: list[torch.Tensor | None] = []
-        """The tensors that were found last; None in place of one that the model has set to None."""
+        """The tensors at the last `keep`, in the order of `_names`; None in place of one that the model has set to
+        None."""
         self._theirs: list[torch.Tensor] = []
-        """The same tensors, detached."""
+        """The same tensors, detached, but for sparse ones."""
         self._values: list[torch.Tensor] = []
         """Copies of their values at the last `keep`."""
         self._addresses: list[int] = []
         """The addresses of their memory."""
         self._copy: Callable[[], object] = list
-        """Copies all buffers into `_values`."""
+        """Copies all of these into `_values`."""
+        self._sparse: dict[int, torch.Tensor] = {}
+        """The values of sparse buffers, by their position in `_names`."""
+        self._keeps = False
+        """Whether `keep` was called."""
 
     def keep(self) -> None:
         """Keep the values."""
-        self._find()
-        self._copy()
-
-    def copies(self) -> list[torch.Tensor]:
-        """Copies of the values now."""
-        self._find()
-        return [each.clone() for each in self._theirs]
-
-    def restore(self, values: Sequence[torch.Tensor] = ()) -> None:
-        """Give the buffers the values of the last `keep`, or these."""
-        if values or self._values:
-            self._find()
-            copying.copy_alike(self._theirs, values or self._values)
-
-    def restore_changed(self, values: Sequence[torch.Tensor]) -> None:
-        """Give those buffers these values whose value differs from that of the last `keep`."""
-        self._find()
-        there = zip(self._theirs, values, self._values, strict=True)
-        changed = [(theirs, value) for theirs, value, kept in there if not torch.equal(value, kept)]
-        copying.copy_alike([theirs for theirs, _ in changed], [value for _, value in changed])
-
-    def _find(self) -> None:
-        """Find the tensors again: a model may replace one, or give it other memory."""
-        there = [buffers[name] for buffers, name in self._names]
+        self._keeps = True
+        if sum(map(len, self._modules)) != len(self._names):
+            self._names = [(buffers, name) for buffers in self._modules for name in buffers]
+        there = [buffers.get(name) for buffers, name in self._names]
         addresses = list(map(torch.Tensor.data_ptr, self._theirs))
-        if len(there) == len(self._found) and all(map(is_, there, self._found)) and addresses == self._addresses:
-            return
+        if len(there) != len(self._found) or not all(map(is_, there, self._found)) or addresses != self._addresses:
+            self._find(there)
+        self._copy()
+        for index in self._sparse:
+            self._sparse[index] = there[index].detach().clone()  # type: ignore[union-attr]
 
+    def _find(self, there: list[torch.Tensor | None]) -> None:
+        """Take these tensors from now on."""
         self._found = there
-        self._theirs = [each.detach() for each in there if each is not None]
-        if [each.shape for each in self._values] != [each.shape for each in self._theirs]:
+        self._sparse = {index: each for index, each in enumerate(there) if each is not None and not _is_dense(each)}
+        self._theirs = [each.detach() for each in there if each is not None and _is_dense(each)]
+        if [*map(_kind, self._values)] != [*map(_kind, self._theirs)]:
             self._values = [each.clone() for each in self._theirs]
         self._addresses = [each.data_ptr() for each in self._theirs]
         self._copy = copying.prepared(self._values, self._theirs)
+
+    def copies(self) -> list[KeptBuffer]:
+        """The buffers and copies of their values now."""
+        return [
+            KeptBuffer(buffers, name, each, None if each is None else each.detach().clone())
+            for buffers in self._modules
+            for name, each in buffers.items()
+        ]
+
+    def restore(self) -> None:
+        """Give the buffers the values of the last `keep`. A buffer that was registered since then goes."""
+        if not self._keeps:
+            return
+        known = {(id(buffers), name) for buffers, name in self._names}
+        for buffers in self._modules:
+            for name in [name for name in buffers if (id(buffers), name) not in known]:
+                del buffers[name]
+        _put_back(self._kept())
+
+    def restore_changed(self, interrupted: Sequence[KeptBuffer]) -> None:
+        """Give those buffers these values whose value differs from that of the last `keep`."""
+        before = {(id(each.buffers), each.name): each.value for each in self._kept()}
+        _put_back([each for each in interrupted if not _equal(each.value, before.get((id(each.buffers), each.name)))])
+
+    def _kept(self) -> list[KeptBuffer]:
+        values, found = iter(self._values), []
+        for index, ((buffers, name), tensor) in enumerate(zip(self._names, self._found, strict=True)):
+            value = None if tensor is None else self._sparse[index] if index in self._sparse else next(values)
+            found.append(KeptBuffer(buffers, name, tensor, value))
+        return found
+
+
+def _put_back(kept: Sequence[KeptBuffer]) -> None:
+    """Give these buffers these values: in the tensors that are there, if they are of the same kind, since a captured
+    graph or a view may use them; else in the ones that were there."""
+    targets, values = [], []
+    for each in kept:
+        there = each.buffers.get(each.name)
+        if each.tensor is None or each.value is None:
+            each.buffers[each.name] = None
+            continue
+        if there is None or _kind(there) != _kind(each.value):
+            there = each.buffers[each.name] = each.tensor
+        if _kind(there) != _kind(each.value):  # that one was changed in place
+            each.buffers[each.name] = each.value.clone()
+        elif _is_dense(there):
+            targets.append(there.detach())
+            values.append(each.value)
+        else:
+            with torch.no_grad():
+                there.copy_(each.value)
+    copying.copy_alike(targets, values)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if _kind(one) != _kind(other) or one.layout is not other.layout:
+        return False
+    same: bool = torch.equal(*(each if _is_dense(each) else each.to_dense() for each in (one, other)))
+    return same

@@ -15,7 +15,7 @@ import contextlib
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,32 @@ def to_safetensors(snapshot: Snapshot, path: Path) -> None:
     from safetensors.torch import save_file
 
     state = load(snapshot)
-    models = {
-        name: each
-        for name, each in state.items()
-        if isinstance(each, dict) and each and all(isinstance(value, torch.Tensor) for value in each.values())
-    }
-    if not models:
+    models, others = {}, []
+    for name in _models_of(snapshot, state):
+        models[name] = {key: value for key, value in state[name].items() if isinstance(value, torch.Tensor)}
+        others += [f"{name}.{key}" for key in state[name].keys() - models[name].keys()]
+    if not any(models.values()):
         raise SnapshotError(f"{snapshot.path.name} has no model")
+    if others:
+        warnings.warn(f"holdfast: left out, since they are no tensors: {', '.join(sorted(others))}", stacklevel=2)
     several = len(models) > 1
     tensors = {(f"{n}.{key}" if several else key): value for n, each in models.items() for key, value in each.items()}
     # `save_file` refuses tensors that share memory, as tied ones do.
     tensors = {key: each.clone() for key, each in tensors.items()}
     save_file(tensors, path, {"format": "pt", "step": str(snapshot.step)})
+
+
+def _models_of(snapshot: Snapshot, state: Mapping[str, Any]) -> list[str]:
+    """The names of the models. A checkpoint of torch.distributed does not say which of its entries are some: those that
+    have nothing but tensors."""
+    with opened(snapshot) as saved:
+        if not is_dcp(saved):
+            return list(saved.texts[0]["models"])
+    return [
+        name
+        for name, each in state.items()
+        if isinstance(each, dict) and each and all(isinstance(value, torch.Tensor) for value in each.values())
+    ]
 
 
 def to_dcp(snapshot: Snapshot, path: Path) -> None:

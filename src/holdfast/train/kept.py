@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -112,6 +112,8 @@ def _kept(value: Any, large: list[torch.Tensor]) -> Any:
         return kind((key, _kept(each, large)) for key, each in value.items())
     if kind is list:
         return [_kept(each, large) for each in value]
+    if kind is deque:
+        return deque((_kept(each, large) for each in value), value.maxlen)
     if kind is tuple:
         return tuple(_kept(each, large) for each in value)
     if _is_array(value):

@@ -271,9 +271,9 @@ class LossDiffers:
         if self._open and self._board.rank == 0:
             self._compare()
         self._steps += 1
-        if self._steps & (self._steps - 1) == 0:
+        if self._steps & (self._steps - 1) == 0 and (number := _number(value)) is not None:
             self._open = f"loss/{self._steps}"
-            self._board.post(self._open, float(value.detach() if isinstance(value, torch.Tensor) else value))
+            self._board.post(self._open, number)
 
     def _compare(self) -> None:
         losses = self._board.posted(self._open)
@@ -289,6 +289,14 @@ class LossDiffers:
                 "torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG) on every rank; "
                 "reduce() is not enough.",
             )
+
+
+def _number(value: Any) -> float | None:
+    """A loss or metric as a number; None: it is none, as before the first evaluation."""
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
 
 
 def _alike(a: float, b: float) -> bool:

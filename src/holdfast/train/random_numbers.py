@@ -254,9 +254,10 @@ class NumpysGenerator:
 
     def state(self) -> bytes:
         if self._random is not None:
-            kind, words, position, has_gauss, gauss = self._random.get_state()
-            if kind == self.KIND:
-                return self.STATE.pack(True, bool(has_gauss), gauss, position, words.tobytes())
+            now = self._random.get_state(legacy=False)
+            if now["bit_generator"] == self.KIND:
+                words, position = now["state"]["key"].tobytes(), now["state"]["pos"]
+                return self.STATE.pack(True, bool(now["has_gauss"]), now["gauss"], position, words)
         return bytes(self.STATE.size)
 
     def restore(self, state: bytes) -> None:
@@ -367,8 +368,11 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, keys.tobytes(), *rest]
+        now = sys.modules["numpy"].random.get_state(legacy=False)
+        state["numpy"] = now
+        if now["bit_generator"] == "MT19937":
+            words, position = now["state"]["key"].tobytes(), now["state"]["pos"]
+            state["numpy"] = ["MT19937", words, position, now["has_gauss"], now["gauss"]]
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     return state
@@ -390,8 +394,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if "numpy" in state:
         import numpy as np
 
-        name, keys, *rest = state["numpy"]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+        numbers = state["numpy"]
+        if not isinstance(numbers, Mapping):
+            name, keys, *rest = numbers
+            inner = {"key": np.frombuffer(keys, dtype=np.uint32), "pos": rest[0]}
+            numbers = {"bit_generator": name, "state": inner, "has_gauss": rest[1], "gauss": rest[2]}
+        kind = numbers["bit_generator"]
+        if np.random.get_state(legacy=False)["bit_generator"] != kind:
+            np.random.set_bit_generator(getattr(np.random, kind)())  # type: ignore[attr-defined]
+        np.random.set_state(numbers)
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
 

@@ -525,7 +525,7 @@ class Tracker:
                 model.restore_rest(codec.section(text["models"], model.name), saved.fresh)
         for optimizer in self._optimizers:
             if optimizer.name in fit.restored:
-                optimizer.restore(_merged(saved, text, optimizer.name), text["models"], filled, saved.fresh)
+                optimizer.restore(_merged(saved, text, optimizer.name), text["models"], filled, saved)
         done = Restored(world_then, orders=codec.expect(text.get("orders", []), list, "orders"))
         for name, each in self.others.items():
             if name in fit.restored:

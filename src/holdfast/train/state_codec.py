@@ -84,15 +84,21 @@ class Encoder:
         if plain:
             return {key: self._encode(each, f"{path}[{key!r}]", depth + 1) for key, each in value.items()}
         pairs = [
-            [self._encode(key, f"a key of {path}", depth + 1), self._encode(each, f"{path}[{_named(key)}]", depth + 1)]
-            for key, each in value.items()
+            [
+                # Each with a name of its own: tensors are stored by their names.
+                self._encode(key, f"a key of {path} (number {number})", depth + 1),
+                self._encode(each, f"{path}[{_named(key)}]", depth + 1),
+            ]
+            for number, (key, each) in enumerate(value.items())
         ]
         return {kind or "$dict": pairs}
 
     def _rarer(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
         if kind in (set, frozenset):
-            return {f"${kind.__name__}": [self._encode(each, f"an item of {path}", depth + 1) for each in value]}
+            items = enumerate(value)
+            encoded = [self._encode(each, f"an item of {path} (number {number})", depth + 1) for number, each in items]
+            return {f"${kind.__name__}": encoded}
         if kind is deque:
             return {"$deque": [self._encode(list(value), path, depth), value.maxlen]}
         if kind is complex:

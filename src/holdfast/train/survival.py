@@ -34,19 +34,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from holdfast.protocol.errors import ProcessGroupError, TrackingError
 from holdfast.protocol.train_contract import Survive
+from holdfast.train import torch_private
 from holdfast.train.agent_channel import AgentChannel, Go, Release, is_replacement
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
@@ -218,6 +220,7 @@ class Survivor:
         with contextlib.ExitStack() as hooks:
             # The hook sees all optimizers: one may step another one, as SAM does, and only the outer one is tracked.
             hooks.callback(register_optimizer_step_pre_hook(self._note_stepping).remove)
+            hooks.callback(register_optimizer_step_post_hook(self._note_stepped).remove)
             for model in self._snaps._tracker.models:
                 hooks.enter_context(noted_forward(model, self._boundary.forward_done))
             hooks.callback(self._leave)
@@ -275,6 +278,12 @@ class Survivor:
         if not self._stepping:
             with self._uninterrupted:  # an interruption comes before this or not at all: half a step cannot be undone
                 self._stepping = True
+            self._boundary.note_drawn()
+
+    def _note_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note that an optimizer of the tracked models has stepped. torch calls this."""
+        if id(optimizer) in self._optimizers.tracked:
+            self._boundary.note_drawn()
 
     def _begin_step(self) -> None:
         self._probe.begin_step()
@@ -394,7 +403,7 @@ class Survivor:
         snaps._go_on(peers, calls.functions.generation, agreement.chosen.schedule, agreement.chosen.durable)
         return agreement
 
-    def _adopt(self, agreement: Agreement, peers: Peers, data: torch.Tensor | None, *, survived: bool) -> None:
+    def _adopt(self, agreement: Agreement, peers: Peers, data: Transferred | None, *, survived: bool) -> None:
         """Bring this rank to the chosen state. It waits for no other rank, so it is done completely or not at all: half
         of it would be the state of no step."""
         chosen, boundary, functions = agreement.chosen, self._boundary, self._functions
@@ -528,7 +537,7 @@ class Agreement:
         )
 
     def apply(
-        self, snaps: Snapshots, peers: Peers, boundary: Boundary, data: torch.Tensor | None, *, survived: bool
+        self, snaps: Snapshots, peers: Peers, boundary: Boundary, data: Transferred | None, *, survived: bool
     ) -> bool:
         """Bring this rank to the chosen state. `data`: from `transfer`. `survived`: this process is no replacement.
         Returns whether the rank has new random numbers."""
@@ -536,7 +545,8 @@ class Agreement:
         boundary.objects.check_world(same_ranks=self.same_ranks)
         tracker.regroup(peers.rank, peers.world)
         if data is not None:
-            states = _take_over(tracker, data)
+            states = _take_over(tracker, data.image)
+            _take_over_unsaved(tracker, data.unsaved)
             boundary.objects.follow(
                 step,
                 states,
@@ -555,25 +565,62 @@ class Agreement:
         seed_random(self.chosen.seed.encode(), peers.rank, peers.world, self.chosen.equal_generators or ())
         return True
 
-    def transfer(self, tracker: Tracker, device: torch.device, rank: int) -> torch.Tensor | None:
+    def transfer(self, tracker: Tracker, device: torch.device, rank: int) -> Transferred | None:
         """Send everything that is tracked from the source to the ranks behind; every rank calls this. Returns the
         source's state on these, None on others. It changes nothing."""
         if not self.behind:
             return None
         on = device if "nccl" in dist.get_backend() else torch.device("cpu")
         if rank == self.source:
-            data = image(tracker).to(on)
-            size = torch.tensor([len(data)], device=on)
+            parts = [part.to(on) for part in (image(tracker), _unsaved_buffers(tracker))]
+            sizes = torch.tensor([len(part) for part in parts], device=on)
             for each in self.behind:
-                dist.send(size, each)
-                dist.send(data, each)
+                for message in (sizes, *parts):
+                    dist.send(message, each)
         elif rank in self.behind:
-            size = torch.zeros(1, dtype=torch.int64, device=on)
-            dist.recv(size, self.source)
-            data = torch.empty(int(size.item()), dtype=torch.uint8, device=on)
-            dist.recv(data, self.source)
-            return data.cpu()
+            sizes = torch.zeros(2, dtype=torch.int64, device=on)
+            dist.recv(sizes, self.source)
+            parts = [torch.empty(size, dtype=torch.uint8, device=on) for size in sizes.tolist()]
+            for part in parts:
+                dist.recv(part, self.source)
+            return Transferred(*(part.cpu() for part in parts))
         return None
+
+
+class Transferred(NamedTuple):
+    """What a rank that is behind gets from the source, as bytes."""
+
+    image: torch.Tensor
+    """The state of everything that is tracked."""
+    unsaved: torch.Tensor
+    """The buffers of the models that no state_dict has."""
+
+
+def _unsaved_buffers(tracker: Tracker) -> torch.Tensor:
+    """The buffers that no state_dict has, as bytes: {(number of the model, module, name): value}."""
+    file = io.BytesIO()
+    torch.save({place: buffers[name] for place, buffers, name in _unsaved_places(tracker)}, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _unsaved_places(
+    tracker: Tracker,
+) -> Iterator[tuple[tuple[int, str, str], dict[str, torch.Tensor | None], str]]:
+    for number, model in enumerate(tracker.models):
+        for path, module in model.named_modules():
+            for name in torch_private.unsaved_buffers_of(module):
+                yield (number, path, name), torch_private.buffers_of(module), name
+
+
+def _take_over_unsaved(tracker: Tracker, data: torch.Tensor) -> None:
+    """Give the buffers that no state_dict has the values of the source."""
+    values = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
+    for place, buffers, name in _unsaved_places(tracker):
+        value, there = values.get(place), buffers.get(name)
+        if value is None or there is None or (there.shape, there.dtype) != (value.shape, value.dtype):
+            buffers[name] = value if there is None or value is None else value.to(there.device)
+        else:
+            there.detach().copy_(value)
 
 
 def _take_over(tracker: Tracker, data: torch.Tensor) -> dict[str, Any]:

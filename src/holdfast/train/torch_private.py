@@ -253,6 +253,11 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return buffers
 
 
+def unsaved_buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Those of a module's own buffers that are not in its state_dict: `register_buffer(…, persistent=False)`."""
+    return {name: module._buffers.get(name) for name in sorted(module._non_persistent_buffers_set)}
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module within torch.compile's. Where torch has another name for it, the compiled one: gradients that are
     accumulated in it are then exchanged in each micro-batch."""

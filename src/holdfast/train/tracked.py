@@ -385,7 +385,14 @@ class TrackedOptimizer:
                     else:
                         rest[what] = [encoder.encode(value, f"{self.name}.state.{fqn}.{what}")]
         params = [[self._fqn(each) for each in group["params"]] for group in self.optimizer.param_groups]
-        return {"params": params, "state": state}
+        # State of no parameter: of the whole optimizer, or of a module. That of parameters that are in no group any
+        # more is left out, as torch does.
+        more = [
+            [encoder.encode(key, f"a key of {self.name}.state"), encoder.encode(value, f"{self.name}.state[{key!r}]")]
+            for key, value in self.optimizer.state.items()
+            if not isinstance(key, torch.Tensor)
+        ]
+        return {"params": params, "state": state, **({"more": more} if more else {})}
 
     def compare(
         self, part: Mapping[str, Any], models: Collection[str], kinds: Mapping[str, str], found: Compared
@@ -419,8 +426,9 @@ class TrackedOptimizer:
         part: Mapping[str, Any],
         models: Collection[str],
         filled: Mapping[str, torch.Tensor],
-        tensor: codec.Get,
+        saved: Saved,
     ) -> None:
+        tensor = saved.fresh
         groups, mine = part["groups"], self._groups_in(models)
         numbers = {fqn: number for number, fqn in enumerate(chain.from_iterable(mine))}
         state = {
@@ -434,15 +442,25 @@ class TrackedOptimizer:
             {**codec.decode(group, tensor), "params": [numbers[fqn] for fqn in fqns]}
             for group, fqns in zip(groups, mine, strict=True)
         ]
-        self.optimizer.load_state_dict({"state": state, "param_groups": options})
+        more = {codec.decode(key, tensor): codec.decode(value, tensor) for key, value in part.get("more", ())}
+        self.optimizer.load_state_dict({"state": {**state, **more}, "param_groups": options})
         if type(self.optimizer).load_state_dict is Optimizer.load_state_dict:
-            self._undo_casts(state)
+            self._undo_casts(state, saved)
 
-    def _undo_casts(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+    def _undo_casts(self, state: Mapping[int, Mapping[str, Any]], saved: Saved) -> None:
         """Give the state its saved types again: torch's load_state_dict converts it to the type of the parameter, so
-        float32 master weights of bfloat16 parameters would be rounded."""
+        float32 master weights of bfloat16 parameters would be rounded. That of a parameter whose own type has changed
+        stays converted: a step needs both to fit."""
+        was = {
+            each: then[1]
+            for model in self._models
+            for raw, each in model.module.named_parameters()
+            if (then := saved.whole_shape(f"{model.name}.{model.fqn(raw)}")) is not None
+        }
         parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         for number, parameter in enumerate(parameters):
+            if was.get(parameter, parameter.dtype) != parameter.dtype:
+                continue
             held = self.optimizer.state[parameter] if number in state else {}
             for what, exact in state.get(number, {}).items():
                 cast = held.get(what)

@@ -156,7 +156,7 @@ class Machine:
         return time.monotonic(), all_s - idle_s, all_s, received, sent
 
     def _gpu_loads(self) -> tuple[GpuLoad, ...]:
-        """Of all GPUs that can be read: one may have fallen off the bus, and a part of one (MIG) has no utilization."""
+        """The load of each GPU that can be read: one may be gone from the bus, and a part (MIG) has no utilization."""
         nvml, found = self._nvml, []
         for index, gpu in enumerate(self._gpus[:ITEMS_MAX]):
             with contextlib.suppress(Exception):  # NVML's own errors; its module is loaded late
