@@ -16,7 +16,7 @@ import pytest
 from holdfast.cli import main, run_command
 from holdfast.cli.report import safe_text
 from holdfast.diagnosis.causes.find import advice, rules
-from holdfast.diagnosis.history import incidents
+from holdfast.diagnosis.history import history, incidents, timeline
 from holdfast.diagnosis.reference import (
     events,
     explanations,
@@ -531,3 +531,55 @@ def test_the_examples_are_what_they_are_called(
     assert planned(about.wrong) == 2
     assert capsys.readouterr().err.startswith(f"holdfast: {code}: ")
     assert planned(about.right) == 0
+
+
+def progress(time_s: float, steps: int) -> dict[str, Any]:
+    none = [-1, -1]
+    about = {"stages": ["starting"] * 2, "ages_s": [0, 0], "own_s": [0, 0], "began_at": none, "at": none}
+    return {
+        "event": "progress",
+        "time": time_s,
+        "monotonic": time_s,
+        "generation": 1,
+        "rank_base": 0,
+        **about,
+        "steps": [steps] * 2,
+    }
+
+
+def test_what_comes_before_the_first_step_is_no_training() -> None:
+    """Progress is written from the start on, also by workers that crash before they train."""
+    begins = {"event": "begins", "time": 0.0, "monotonic": 0.0, "member": "a#1", "run_id": "r"}
+    generation = {
+        "event": "generation",
+        "time": 1.0,
+        "monotonic": 1.0,
+        "generation": 1,
+        "nproc": 2,
+        "world_size": 2,
+        "rank_base": 0,
+        "restart_count": 0,
+    }
+    ended = [{"event": "worker_ended", "time": 60.0, "generation": 1, "exit_code": 1, "stopped": False}] * 2
+    end = {"event": "ended", "time": 61.0, "kind": "failed", "exit_code": 1, "text": ""}
+    found = history([[begins, generation, progress(2.0, 0), progress(52.0, 0), *ended, progress(60.3, 0), end]])
+    assert "training" not in {each.doing.value for each in found.stretches}
+    found = history([[begins, generation, progress(2.0, 0), progress(52.0, 7), *ended, end]])
+    assert "training" in {each.doing.value for each in found.stretches}
+
+
+def test_the_silence_of_a_spare_is_not_that_of_a_later_loss() -> None:
+    events = [
+        {"event": "begins", "time": 0.0, "monotonic": 0.0, "member": "a#1", "run_id": "r"},
+        {"event": "coordinator.assigned", "time": 1.0, "generation": 1, "world_size": 4, "order": ["a"]},
+        {"event": "coordinator.lost", "time": 50.0, "member": "spare#1", "reason": "silent", "silent_s": 10.0},
+        {
+            "event": "coordinator.regroup_begun",
+            "time": 900.0,
+            "generation": 2,
+            "world_size": 3,
+            "text": "rank 3 on a was lost",
+            "order": ["a"],
+        },
+    ]
+    assert "detect" not in timeline([events]).generations[-1].phases_s

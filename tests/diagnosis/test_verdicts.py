@@ -459,3 +459,22 @@ def test_the_rules_are_made_without_the_decoder(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("msgspec.convert", decode)
     assert rules.__wrapped__() == rules()
+
+
+@pytest.mark.parametrize(
+    "text", ["local rank 1 failed to open its shard", "tensor-parallel rank 1: loss is not finite"]
+)
+def test_a_rank_that_is_counted_within_a_part_is_not_the_one_of_the_job(text: str) -> None:
+    own = fails(5, f"RuntimeError: {text}")
+    stopped = structs.replace(fails(1, code=-15), after_stop=True)
+    assert judge(evidence(own, stopped)).culprit is own
+
+
+def test_of_two_halves_in_different_collectives_none_is_blamed() -> None:
+    said = "torch.distributed.DistBackendError: [Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType={}, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600021 milliseconds before timing out."
+    first, second = fails(0, said.format(0, "ALLREDUCE")), fails(1, said.format(1, "BROADCAST"))
+    for order in ((first, second), (second, first)):
+        verdict = judge(evidence(*order))
+        assert (verdict.code, verdict.culprit, verdict.noticed_by) == ("HF225", None, order[0])
+        assert "unknown which rank is wrong" in verdict.cause
+        assert "rank 0 ALLREDUCE" in verdict.cause

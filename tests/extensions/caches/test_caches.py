@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,19 @@ async def test_the_oldest_entries_are_removed_whole_and_those_of_cuda_stay(tmp_p
     assert (oldest.exists(), old.exists(), new.exists(), driver.exists()) == (False, False, True, True)
     assert (ended["removed_bytes"], ended["whole"]) == (24 * KIB, True)
     assert ended["bytes"] == 16 * KIB
+
+
+async def test_a_disk_that_does_not_answer_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(CacheFolder, "bound", lambda *_: answers.wait() and None)
+    monkeypatch.setattr("holdfast.extensions.caches.node.BOUND_S_MAX", 0.01)
+    monkeypatch.setattr("holdfast.extensions.caches.node.SLACK_S", 0.01)
+    try:
+        assert "no answer within" in (await OnOneNode(tmp_path / "caches").ends())["error"]
+    finally:
+        answers.set()
 
 
 async def test_nothing_is_removed_where_the_size_of_the_file_system_is_unknown(

@@ -444,6 +444,15 @@ def test_a_process_group_that_does_not_come_to_stand_is_told_with_who_has_not_co
     assert (report.finding.code, report.finding.culprits, report.finding.kind) == ("HF245", (1,), HangKind.HUNG)
 
 
+def test_ranks_that_have_ended_meanwhile_are_no_part_of_the_group_that_others_wait_for() -> None:
+    hall = Hall(finding=STUCK, timeout_s=0.0)
+    hall.now = 20.0
+    hall.progress(Stage.MEETING, ranks="a")
+    hall.wait(62.0)
+    hall.progress(Stage.DONE, ranks="a")
+    assert "init_process_group" not in hall.report(60.0).text
+
+
 def test_the_node_that_cannot_reach_the_store_is_told() -> None:
     hall = Hall(finding=STUCK, reach=("b cannot reach a:29500: timed out",))
     hall.progress(Stage.MEETING)

@@ -209,3 +209,22 @@ async def test_a_node_whose_others_do_not_take_part_goes_on() -> None:
     assign: Any = SimpleNamespace(generation=7, group_world_size=3)
     why = await take_part(assign, asyncio.Queue(), lambda _: None, time.monotonic() + 0.05)
     assert why == "not all nodes are ready for it: give --preflight full on all"
+
+
+def test_the_notice_of_a_slow_node_goes_with_it() -> None:
+    fleet = Fleet(5)
+    fleet.slow = {frozenset({3}): 0.05 * USUAL}
+    fleet.offers()
+    fleet.measures()
+    fleet.harness.give(LinkClosed(3, "gone"))
+    assert not [text for text in fleet.harness.machine.view(fleet.harness.now).notices if "slow" in text]
+
+
+def test_a_late_offer_of_an_older_generation_changes_nothing() -> None:
+    fleet = Fleet(5)
+    generation, links = fleet.harness.machine.generation, fleet.in_order()
+    for link in links[:-1]:
+        fleet.harness.extend(link, "health", Measurable(generation, 5, 1000 + link, KEY))
+    fleet.harness.extend(links[-1], "health", Measurable(generation - 1, 5, 1000, KEY))
+    fleet.harness.extend(links[-1], "health", Measurable(generation, 5, 1000 + links[-1], KEY))
+    assert sorted(fleet.takes()) == sorted(links)

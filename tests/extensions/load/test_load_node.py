@@ -101,3 +101,21 @@ async def test_without_room_for_a_thread_the_figures_are_missing(monkeypatch: py
 def test_the_load_of_this_machine_can_be_read(tmp_path: Path) -> None:
     load = Machine().load(tmp_path)
     assert (load.cores > 0, load.memory_total_bytes > load.memory_bytes > 0, load.disk_total_bytes > 0) == (True,) * 3
+
+
+def test_a_gpu_that_cannot_be_read_is_left_out_and_the_others_keep_their_numbers() -> None:
+    def rates(gpu: int) -> SimpleNamespace:
+        if gpu == 1:
+            raise RuntimeError("Not Supported")
+        return SimpleNamespace(gpu=10 * gpu)
+
+    machine = Machine.__new__(Machine)
+    machine._gpus = [0, 1, 2]
+    machine._nvml = SimpleNamespace(
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=1, total=2),
+        nvmlDeviceGetUtilizationRates=rates,
+        nvmlDeviceGetTemperature=lambda *_: 40,
+        NVML_TEMPERATURE_GPU=0,
+    )
+    for _ in range(2):
+        assert [(each.index, each.percent) for each in machine._gpu_loads()] == [(0, 0), (2, 20)]

@@ -52,3 +52,15 @@ def test_a_coordinator_that_steps_down_leaves_the_end_to_its_successor() -> None
 
 def test_a_node_without_the_coordinator_sends_nothing() -> None:
     assert spans_of(("begins", {"run_id": "r"}), ENDED) == []
+
+
+def test_a_save_while_the_job_runs_ends_no_generation() -> None:
+    saves = {"generation": 1, "safe_point": 5, "save": True}
+    first, _second, run = spans_of(
+        *(ASSIGNED, STARTED, ("coordinator.draining", {"reason": "member_left", "text": "alice"})),
+        *(("coordinator.drain_to", saves), ("coordinator.stopping", {"reason": "failed", "text": "rank 3 failed"})),
+        *(("coordinator.assigned", {"generation": 2, "world_size": 4, "order": ["a"]}), STARTED, ENDED),
+    )
+    assert first.attributes["holdfast.end.reason"] == "failed"
+    assert first.ended_ns > first.began_ns
+    assert run.is_run

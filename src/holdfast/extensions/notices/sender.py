@@ -53,7 +53,9 @@ class Sender:
         self._closing.set()
         until_s = time.monotonic() + CLOSE_S_MAX
         for line in self._lines:
-            line.close(until_s)
+            line.end()
+        for line in self._lines:
+            line.wait(until_s)
 
 
 class _Line:
@@ -75,9 +77,12 @@ class _Line:
         except queue.Full:
             self._failed(shown(self._target), f"{QUEUE_MAX} notices wait already")
 
-    def close(self, until_s: float) -> None:
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=max(0.0, until_s - time.monotonic()))
+    def end(self) -> None:
+        """Let the thread end after the last notice."""
+        with contextlib.suppress(queue.Full):  # it will not get through the others in time
+            self._queue.put_nowait(None)
+
+    def wait(self, until_s: float) -> None:
         self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
             self._given_up.set()
