@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, OPTIONS, Option, flag_of
 from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
-from holdfast.text import without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -136,6 +135,8 @@ class Parsed(NamedTuple):
         `holdfast.toml:3: nnodes = "two"`."""
         value = getattr(self.values, dest)
         if isinstance(value, str):
+            from holdfast.text import without_passwords  # `--help` has no time for it
+
             value = without_passwords(value)
         if self.by_variable(dest):
             return f"{self.sources[dest]}={value}"
