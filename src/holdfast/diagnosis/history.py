@@ -8,6 +8,7 @@ own clocks. Knows the names of events; reads no files.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
@@ -27,6 +28,8 @@ PHASES = ("detect", "stop", "form", "spawn", "import", "store", "process_group",
 """Phases in their order; docs/report.md explains each."""
 FAILED = frozenset({StopReason.WORKER_FAILED.value, StopReason.HUNG.value})
 """Reasons of a stop after which a verdict names the rank that failed first."""
+HOSTS = re.compile(r"[\w-]+(?:\.[\w-]+)*")
+"""Words that may be the name of a host."""
 
 
 class Generation(Struct):
@@ -135,7 +138,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     generation = _generation(found, event["generation"])
                     generation.world_size, generation.why = event["world_size"], event["text"].partition("; ")[0]
                     generation.began_epoch_s = event["time"]
-                    if silent_s and lost in event["text"]:  # and not of a spare, or of an earlier loss
+                    if silent_s and lost in HOSTS.findall(event["text"]):  # and not of a spare, or of an earlier loss
                         generation.phases_s["detect"] = silent_s
                     silent_s = 0.0
                 case "coordinator.assigned":
