@@ -343,6 +343,7 @@ def test_a_rank_that_is_behind_gets_the_buffers_that_no_state_dict_has(tmp_path:
             self.inner.register_buffer("seen", torch.zeros(2), persistent=False)
             self.register_buffer("cache", None, persistent=False)
             self.register_buffer("grown", torch.zeros(1), persistent=False)
+            self.register_buffer("sparse", torch.zeros(2).to_sparse(), persistent=False)
 
     def tracker(name: str) -> Tracker:
         snaps = ht.Snapshots(tmp_path / name, every=None, memory_every=None)
@@ -355,10 +356,12 @@ def test_a_rank_that_is_behind_gets_the_buffers_that_no_state_dict_has(tmp_path:
     ours.inner.seen += 3
     ours.cache = torch.ones(4)
     ours.grown = torch.full((5,), 2.0)
+    ours.sparse = torch.ones(2).to_sparse()
     _take_over_unsaved(behind, _unsaved_buffers(source))
     assert theirs.inner.seen is before
     assert theirs.inner.seen.tolist() == [3.0, 3.0]
     assert (theirs.cache.tolist(), theirs.grown.tolist()) == ([1.0] * 4, [2.0] * 5)
+    assert theirs.sparse.to_dense().tolist() == [1.0, 1.0]
 
 
 def test_numbers_that_a_loss_or_an_optimizer_draws_are_there_for_a_replacement(tmp_path: Path) -> None:

@@ -259,10 +259,11 @@ def check_url(parsed: Parsed, dest: str, url: str) -> None:
 def span_receiver(parsed: Parsed) -> str | None:
     """The URL of --otel."""
     url: str | None = parsed.values.otel
-    if url is not None and not url.startswith(("http://", "https://")):
+    if url is None:
+        return None
+    if not url.startswith(("http://", "https://")):
         raise parsed.error("otel", UsageError, "must be the URL of an OTLP/HTTP receiver, as in http://collector:4318")
-    if url is not None:
-        check_url(parsed, "otel", url)
+    check_url(parsed, "otel", url)
     return url
 
 

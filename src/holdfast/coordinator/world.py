@@ -145,9 +145,9 @@ class World:
     master: tuple[str, int] = ("", 0)
     """MASTER_ADDR and MASTER_PORT, as in Start; port 0: this coordinator has not sent them."""
     drain: Draining | None = None
+    """Set by a drain, and not taken back unless the workers are let go."""
     drains: int = 0
     """The number of drains that began in it."""
-    """Set by a drain, and not taken back unless the workers are let go."""
     stop_reason: StopReason | None = None
     """The reason of its stop, with the text for users; None: it was not stopped."""
     stop_text: str = ""

@@ -352,12 +352,12 @@ class Buffers:
         for buffers in self._modules:
             for name in [name for name in buffers if (id(buffers), name) not in known]:
                 del buffers[name]
-        _put_back(self._kept())
+        put_back(self._kept())
 
     def restore_changed(self, interrupted: Sequence[KeptBuffer]) -> None:
         """Give those buffers these values whose value differs from that of the last `keep`."""
         before = {(id(each.buffers), each.name): each.value for each in self._kept()}
-        _put_back([each for each in interrupted if not _equal(each.value, before.get((id(each.buffers), each.name)))])
+        put_back([each for each in interrupted if not _equal(each.value, before.get((id(each.buffers), each.name)))])
 
     def _kept(self) -> list[KeptBuffer]:
         values, found = iter(self._values), []
@@ -367,7 +367,7 @@ class Buffers:
         return found
 
 
-def _put_back(kept: Sequence[KeptBuffer]) -> None:
+def put_back(kept: Sequence[KeptBuffer]) -> None:
     """Give these buffers these values: in the tensors that are there, if they are of the same kind, since a captured
     graph or a view may use them; else in the ones that were there."""
     targets, values = [], []
@@ -377,10 +377,12 @@ def _put_back(kept: Sequence[KeptBuffer]) -> None:
             each.buffers[each.name] = None
             continue
         if there is None or _kind(there) != _kind(each.value):
-            there = each.buffers[each.name] = each.tensor
-        if _kind(there) != _kind(each.value):  # that one was changed in place
-            each.buffers[each.name] = each.value.clone()
-        elif _is_dense(there):
+            # It was changed in place if it is of another kind now.
+            there = each.tensor if _kind(each.tensor) == _kind(each.value) else each.value.clone()
+            each.buffers[each.name] = there
+        if there is each.value:
+            continue
+        if _is_dense(there):
             targets.append(there.detach())
             values.append(each.value)
         else:
@@ -393,14 +395,14 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    if _kind(one) != _kind(other) or one.layout is not other.layout:
+    if _kind(one) != _kind(other):
         return False
     same: bool = torch.equal(*(each if _is_dense(each) else each.to_dense() for each in (one, other)))
     return same

@@ -181,6 +181,7 @@ class ReadAhead:
 
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
+        self._warned = False
         self.begin()
 
     def begin(self) -> None:
@@ -197,7 +198,8 @@ class ReadAhead:
             return
         self._in_a_row = self._in_a_row + 1 if batches == self._later else 1
         self._later = batches
-        if self._in_a_row == AHEAD_STEPS and 0 < batches < self._first:
+        if self._in_a_row == AHEAD_STEPS and 0 < batches < self._first and not self._warned:
+            self._warned = True
             self._warn(
                 "read_ahead",
                 f"The loop took {self._first} batches before its first step, and {batches} before each of the next: it "
@@ -271,7 +273,7 @@ class LossDiffers:
         if self._open and self._board.rank == 0:
             self._compare()
         self._steps += 1
-        if self._steps & (self._steps - 1) == 0 and (number := _number(value)) is not None:
+        if self._steps & (self._steps - 1) == 0 and (number := number_of(value)) is not None:
             self._open = f"loss/{self._steps}"
             self._board.post(self._open, number)
 
@@ -291,7 +293,7 @@ class LossDiffers:
             )
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """A loss or metric as a number; None: it is none, as before the first evaluation."""
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -370,9 +370,9 @@ def random_state() -> dict[str, Any]:
     if "numpy" in sys.modules:
         now = sys.modules["numpy"].random.get_state(legacy=False)
         state["numpy"] = now
-        if now["bit_generator"] == "MT19937":
+        if now["bit_generator"] == NumpysGenerator.KIND:
             words, position = now["state"]["key"].tobytes(), now["state"]["pos"]
-            state["numpy"] = ["MT19937", words, position, now["has_gauss"], now["gauss"]]
+            state["numpy"] = [NumpysGenerator.KIND, words, position, now["has_gauss"], now["gauss"]]
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     return state

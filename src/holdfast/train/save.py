@@ -34,6 +34,7 @@ from holdfast.train import replicas, sharding
 from holdfast.train.agreement import ENDING, FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copies import Copies
 from holdfast.train.copying import copy_alike
+from holdfast.train.mistakes import number_of
 from holdfast.train.overlapping import CHANGED, Arrival, Overlapping, StateCopy
 from holdfast.train.reading import Saved
 from holdfast.train.reservation import MemoryReservation, foreseen_bytes
@@ -986,15 +987,7 @@ def _raised(check: Callable[[], None]) -> SnapshotError | None:
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that are numbers, as plain numbers. A tensor of a GPU is waited for here and nowhere else."""
-    numbers = {}
-    for name, value in metrics.items():
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            continue
-        try:
-            numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            continue
-    return numbers
+    return {name: number for name, value in metrics.items() if (number := number_of(value)) is not None}
 
 
 def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -51,7 +51,7 @@ from holdfast.protocol.train_contract import Survive
 from holdfast.train import torch_private
 from holdfast.train.agent_channel import AgentChannel, Go, Release, is_replacement
 from holdfast.train.agreement import Peers
-from holdfast.train.boundary import Boundary, noted_forward
+from holdfast.train.boundary import Boundary, KeptBuffer, noted_forward, put_back
 from holdfast.train.carrying import (
     PlainCall,
     PlainCallReason,
@@ -615,12 +615,13 @@ def _unsaved_places(
 def _take_over_unsaved(tracker: Tracker, data: torch.Tensor) -> None:
     """Give the buffers that no state_dict has the values of the source."""
     values = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
+    kept = []
     for place, buffers, name in _unsaved_places(tracker):
         value, there = values.get(place), buffers.get(name)
-        if value is None or there is None or (there.shape, there.dtype) != (value.shape, value.dtype):
-            buffers[name] = value if there is None or value is None else value.to(there.device)
-        else:
-            there.detach().copy_(value)
+        if value is not None and there is not None:
+            value = value.to(there.device)
+        kept.append(KeptBuffer(buffers, name, value, value))
+    put_back(kept)
 
 
 def _take_over(tracker: Tracker, data: torch.Tensor) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Notices:
             case "coordinator.stopping" | "coordinator.draining" if not self._why:
                 self._why = fields
             case "coordinator.drain_to" if fields.get("save") or not fields["safe_point"]:
-                self._why = {}  # the workers go on: it was a save, or whoever was waited for is gone
+                self._why = {}  # nothing ends: the workers save and go on, or they are let go
             case "coordinator.hang" if fields["kind"] in ("hung", "stuck"):
                 self._send_notice("hang", f"hangs: {fields['text']}", fields)
             case "coordinator.straggler":

@@ -82,7 +82,7 @@ class Spans:
             case "coordinator.stopping" | "coordinator.draining":
                 self._ends(reason=fields["reason"], text=fields["text"])
             case "coordinator.drain_to" if fields.get("save") or not fields["safe_point"]:
-                self._why = None  # the workers go on: it was a save, or whoever was waited for is gone
+                self._why = None  # nothing ends: the workers save and go on, or they are let go
             case "coordinator.verdict" if fields["code"] != NOBODY_FAILED:
                 self._ends(code=fields["code"], cause=fields["cause"])
             case "coordinator.steps_down":

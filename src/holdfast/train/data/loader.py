@@ -154,7 +154,7 @@ class DataLoader:
         """Whether a pass came to its end."""
         self._was_evaluation = False
         """Whether it was an evaluation's when the loaded state was saved."""
-        self._read_ahead = ReadAhead(_warn_once())
+        self._read_ahead = ReadAhead(_warn)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the rest of the epoch; the next `for` goes over the next one. Only one pass goes on at a time.
@@ -382,16 +382,9 @@ class DataLoader:
         return self._open_pass > 0 and self._position.pending_cursor is not None
 
 
-def _warn_once() -> Callable[[str, str], None]:
-    """A function that warns of the first mistake that it gets."""
-    warned: set[str] = set()
-
-    def warn(mistake: str, text: str) -> None:
-        if enabled() and mistake not in warned:
-            warned.add(mistake)
-            warnings.warn(f"holdfast: {text}", GuardWarning, stacklevel=2)
-
-    return warn
+def _warn(_mistake: str, text: str) -> None:
+    if enabled():
+        warnings.warn(f"holdfast: {text}", GuardWarning, stacklevel=2)
 
 
 def _planner(
