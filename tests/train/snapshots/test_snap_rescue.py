@@ -93,6 +93,34 @@ def test_a_rescue_ends_when_the_others_have_gone_on_and_saved_a_newer_step(tmp_p
     own.close()
 
 
+@pytest.mark.parametrize(("rank", "started_for"), [(0, 4), (1, 4), (1, 5)])
+def test_a_rescue_that_waits_for_another_node_ends_when_a_replacement_joins_the_survivors(
+    tmp_path: Path, memory: Memory, rank: int, started_for: int
+) -> None:
+    """They rescue nothing. Else the job would end 30 s later, with a warning of a save that nobody needs."""
+    first, folder = SaverClient(memory.address(0, 3)), tmp_path / "snaps"
+    folder.mkdir()
+    own = Slots(memory.path, SlotOwner(0, rank, 2, 3))
+    slot = put(own, 40, bytes(SIZE), SaveRequest(str(folder), 40, rescue_attempt(), rank, 2))
+
+    def is_free() -> bool:
+        fd = own._lock(slot.number)
+        if fd is not None:
+            release(fd)
+        return fd is not None
+
+    first._drop()
+    until(lambda: not is_free(), "the rescue waits for the other node")
+    replacement = SaverClient(memory.address(0, started_for))
+    assert not is_free(), "it has not joined"
+    replacement.regroup(rank, 2, 5)
+    until(is_free, "the slot is free", PATIENCE_S / 3)
+    until(lambda: not list(folder.iterdir()), "nothing is left of the rescue")
+    replacement.check()
+    own.close()
+    replacement.close()
+
+
 def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Path, memory: Memory) -> None:
     """What is in memory alone is written when all ranks have let go of the folder, not when the job ends."""
     first, number, slots = tmp_path / "a", rescue_attempt(), []

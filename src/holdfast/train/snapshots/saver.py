@@ -263,7 +263,7 @@ class Saver:
                     worker.generation = field_of(packet, "generation", int)
                     if before is None:
                         self._tell_news(worker)
-                    elif before < worker.generation:
+                    else:  # a replacement may have been started for the generation that it joins: equal numbers
                         self._regrouped(worker.generation)
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
@@ -365,7 +365,11 @@ class Saver:
             self._keep_news(worker.local_rank, *worker.failures)
 
     def _regrouped(self, generation: int) -> None:
-        """Forget the workers that died before this generation: the survivors go on in it, so no rescue is needed."""
+        """Forget the workers that died before this generation: the survivors go on in it, so no rescue is needed. One
+        that waits for other nodes would wait in vain, since survivors rescue nothing, and would report that as an
+        error."""
+        while self._needless:
+            self._needless.popitem()[1].set()
         self._gone = {rank: theirs for rank, theirs in self._gone.items() if theirs >= generation}
         self._crashed = self._crashed and bool(self._gone)
         for each in [each for each in self._left if each < generation]:

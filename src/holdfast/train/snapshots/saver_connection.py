@@ -8,8 +8,9 @@ no launcher.
 Messages on that socket are those of seqpacket.py:
 
     worker → saver   {"do": "hello", "local_rank", "generation"}      the first one; again in another
-                                                                      generation, after a regroup. For an object store
-                                                                      with "packages" and "environ", see remote.py
+                                                                      generation, after a regroup: no rescue waits for
+                                                                      other nodes any more. For an object store with
+                                                                      "packages" and "environ", see remote.py
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
                                                                       carries a shared lock on it; perhaps "stage"
                      {"do": "wait", "id"}                             ask for "idle" as soon as no save of this local
