@@ -209,6 +209,27 @@ def test_the_newest_run_when_none_is_named(
     assert capsys.readouterr().out == "run new on a: 0 generations, not ended\n"
 
 
+def test_a_run_folder_that_may_not_be_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one of root's, after `sudo -E holdfast run`."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    runs = tmp_path / "holdfast" / "runs"
+    runs.mkdir(parents=True)
+    for name in ("roots_1", "mine_1"):
+        journal(runs / name, begins("a", name))
+    stat = Path.stat
+
+    def denied(path: Path, **options: Any) -> os.stat_result:
+        if "roots_1" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", denied)
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.startswith("run mine_1 on a:")
+
+
 def test_a_run_without_a_name_has_the_one_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = journal(tmp_path / "mine", begins("a", "1b4e28ba-2fa1-41d2-883f-0016d3cca427"))
     assert main(["report", mine]) == 0

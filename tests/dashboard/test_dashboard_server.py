@@ -25,6 +25,7 @@ from holdfast.dashboard.feed import (
     LOAD_NODES_MAX,
     LOAD_POINTS_MAX,
     Curve,
+    JobFeed,
     LoadCurves,
     LogLines,
     Mailbox,
@@ -463,6 +464,19 @@ def test_profiles_are_listed_and_no_other_file_is_served(tmp_path: Path) -> None
             "p-1/..%2F..%2Fevents.jsonl",
         ):
             assert visitor.ask("GET", f"/job/made-up/profile/{path}")[0] == 404, path
+
+
+async def test_the_last_story_has_what_came_after_the_last_look(tmp_path: Path) -> None:
+    """What ended the job is newer than that."""
+    begun = {"event": "generation", "generation": 1, "restart_count": 0, "rank_base": 0, "nproc": 1}
+    source = job_in(tmp_path, begun)
+    feed = JobFeed(source)
+    ended = {"time": 2.0, "monotonic": 2.0, "event": "coordinator.verdict", "generation": 1}
+    ended |= {"code": "HF201", "cause": "rank 0: ValueError: boom", "advice": ""}
+    with (tmp_path / "events.jsonl").open("a") as journal:
+        journal.write(json.dumps(ended) + "\n")
+    await feed.finish(Outcome(kind=OutcomeKind.FAILED, exit_code=1))
+    assert "ValueError: boom" in feed._newest["story"].decode()
 
 
 def test_an_ended_job_says_that_this_was_all(tmp_path: Path) -> None:

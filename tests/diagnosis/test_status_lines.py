@@ -200,3 +200,18 @@ def test_full_shows_the_other_threads_of_the_program() -> None:
     lines = stack_lines(told, full=True)
     at = lines.index("    rank 0, other thread 1:")
     assert lines[at + 1] == "        saver  /job/save.py:9"
+
+
+def test_each_rank_of_a_group_without_a_stack_has_its_own_process() -> None:
+    stopped = [seen(number, (), state="T") for number in (2, 3, 4)]
+    lines = stack_lines(sampled(*stopped))
+    assert lines[2:] == [
+        "ranks 2-4 on 2 nodes are stopped by a signal (kill -CONT PID lets it go on)",
+        "    rank 2: process 1002 on a",
+        "    rank 3: process 1003 on a",
+        "    rank 4: process 1004 on b",
+    ]
+    assert "rank 3 on a is stopped by a signal (kill -CONT 1003 lets it go on)" in stack_lines(sampled(stopped[1]))
+    many = [("a", rank, RankSample(rank, 1000 + rank, "T", 1.5, ())) for rank in range(40)]
+    assert stack_lines(sampled(*many))[-1] == "    … 24 ranks more (--full)"
+    assert len(stack_lines(sampled(*many), full=True)) == 2 + 1 + 40

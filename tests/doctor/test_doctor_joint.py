@@ -115,6 +115,39 @@ async def test_all_nodes_of_a_check_are_reached_by_their_names(free_port) -> Non
         assert [link.reached for link in links] == [Reached.YES, Reached.YES]
 
 
+async def test_many_nodes_that_do_not_answer_cost_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes seconds, and so does a name that no server resolves."""
+    never = asyncio.Event()
+
+    async def hangs(*_: object, **__: object) -> NodePath:
+        await never.wait()
+        raise AssertionError("it was ended before")
+
+    monkeypatch.setattr(probe, "probe", hangs)
+    monkeypatch.setattr(probe, "addresses_of", hangs)
+    peers = [Peer(f"n{index}", f"n{index}", f"10.0.0.{index}", 4000) for index in range(200)]
+    paths = await probe.probe_all(3, KEY, peers, 0.2)
+    assert [path.to for path in paths] == [index for index in range(200) if index != 3]
+    assert {path.reached for path in paths} == {Reached.SILENT}
+    assert paths[0].address == "10.0.0.0:4000"
+    assert paths[0].error.startswith("not tried within 0.2 s")
+    assert paths[0].name_error == "not looked up within 0.2 s"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+async def test_a_local_address_of_ipv6_is_listened_at(free_port) -> None:
+    what = asked(free_port(), local_addr="::1")
+    for each in await asyncio.gather(*(check(what) for _ in range(2))):
+        assert each.check is not None
+        links = [link for report in each.check.reports if report is not None for link in report.links]
+        assert [(link.reached, link.address.rpartition(":")[0]) for link in links] == [(Reached.YES, "[::1]")] * 2
+
+
+async def test_the_test_of_gpus_has_its_time_before_the_report() -> None:
+    assert asked(1, timeout_s=1.0).report_s == joint_server.REPORT_S_MIN
+    assert asked(1, timeout_s=90.0, gpu_test_s=120.0).report_s == 210
+
+
 async def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "TRANSFER_BYTES_MAX", 1000)
     async with listening() as peer:
@@ -178,7 +211,7 @@ async def test_all_nodes_of_a_check_learn_the_same(token: bytes | None, free_por
 
 
 async def test_who_is_missing_is_known_after_the_time_out(free_port) -> None:
-    got = await check(asked(free_port(), timeout_s=0.5))
+    got = await check(asked(free_port(), timeout_s=limit_s(1)))
     assert got.check is not None
     assert len(got.check.came) == 1
     assert got.check.wanted == (2, 2)
@@ -226,7 +259,7 @@ async def test_another_service_at_the_endpoint_is_named() -> None:
 
 
 async def test_nobody_at_the_endpoint_is_waited_for_and_given_up(free_port) -> None:
-    got = await check(asked(free_port(), is_host=False, timeout_s=0.6))
+    got = await check(asked(free_port(), is_host=False, timeout_s=limit_s(1)))
     assert got.trouble is not None
     assert (got.trouble.code, got.trouble.level) == ("HF551", Level.RETRY)
     assert "connection refused" in got.trouble.why
@@ -234,7 +267,7 @@ async def test_nobody_at_the_endpoint_is_waited_for_and_given_up(free_port) -> N
 
 async def test_a_name_that_does_not_resolve_is_said(free_port) -> None:
     endpoint = Endpoint(host="no-such-host.invalid", port=free_port())
-    got = await check(asked(1, timeout_s=0.3)._replace(endpoint=endpoint))
+    got = await check(asked(1, timeout_s=limit_s(1))._replace(endpoint=endpoint))
     assert got.trouble is not None
     assert got.trouble.code == "HF551"
     assert "does not resolve" in got.trouble.why
@@ -275,7 +308,7 @@ async def test_a_job_whose_first_host_is_gone_is_found_by_the_list(free_port, *,
 
 async def test_where_the_first_host_is_gone_and_no_job_runs_the_list_has_to_change(free_port) -> None:
     nobody = Endpoint(host="127.0.0.1", port=free_port())
-    got = await check(asked(free_port(), is_host=False, timeout_s=0.3, others=(nobody,)))
+    got = await check(asked(free_port(), is_host=False, timeout_s=limit_s(1), others=(nobody,)))
     assert got.trouble is not None
     assert got.trouble.code == "HF551"
     assert "name another one first" in got.trouble.fix

@@ -29,7 +29,7 @@ from holdfast.doctor.findings import (
     worst,
 )
 from holdfast.doctor.local import chosen, examine, proposed, slow_import, time_outs
-from holdfast.doctor.together import examine_together, release
+from holdfast.doctor.together import examine_together, part_of, release
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.time_outs import ladder
 from tests.support.tables import tables
@@ -78,6 +78,7 @@ def test_each_trouble_is_found_and_nothing_else(changes: dict[str, Any], code: s
     [
         *TABLES["no_troubles"],
         {"limits": {"core": None}, "core_pattern": "|/usr/lib/systemd/systemd-coredump %P"},
+        {"limits": {"core": None}, "core_pattern": "|"},
         {"clock_synchronised": None},
     ],
 )
@@ -280,6 +281,44 @@ def test_a_stranger_at_the_address_is_no_firewall() -> None:
     told = check(report(0, link(1, reached=Reached.STRANGER, error="another")), report(1), report(2))
     (fix,) = [each.fix for each in examine_together(told, 0) if each.code == "HF560"]
     assert "NAT" in fix
+    silent = report(1, link(2, reached=Reached.SILENT))
+    both = check(report(0), silent, report(2, link(1, reached=Reached.STRANGER, error="another")))
+    (fix,) = [each.fix for each in examine_together(both, 0) if each.code == "HF560"]
+    assert fix.endswith("see --local-addr on b"), "the stranger is at its address"
+
+
+def test_of_very_many_nodes_the_worst_links_are_sent_by_every_measure() -> None:
+    number, slow = 200, 7
+    names = tuple(f"n{index}" for index in range(number))
+    whole = [
+        report(
+            me,
+            *(link(to, bytes_s=1e5) for to in (slow,) if me != slow),
+            *(link(to, latency_s=0.05) for to in (3,) if me == 20),
+            *(link(to, reached=Reached.SILENT) for to in (121,) if me == 120),
+            *(link(to, name_error="unknown") for to in (5,) if me == 9),
+            *(link(to, clock_offset_s=60.0) for to in (150,) if me < 100),
+            number=number,
+        )
+        for me in range(number)
+    ]
+    parts = tuple(part_of(each, 41) for each in whole)
+    assert {len(each.links) for each in parts} == {41}
+    all_of_them = check(*whole, came=names, wanted=(number, number))
+    told = replace(all_of_them, reports=parts)
+    assert [code for code, _, _ in found_together(told)] == [code for code, _, _ in found_together(all_of_them)]
+    texts = {code: why for code, _, why in found_together(told)}
+    assert texts["HF560"] == "n120 → n121 (10.0.0.121:4121000): timed out; n121 → n120: not shown"
+    assert texts["HF563"] == "n20 → n3 50 ms (median of all: 0.2 ms)"
+    assert texts["HF564"].endswith("and 195 more (median of all: 8 Gbit/s)"), (
+        "the node is named where all links are known"
+    )
+    assert f"n{slow} is slow with all others" in {code: why for code, _, why in found_together(all_of_them)}["HF564"]
+    assert texts["HF561"] == "n5 does not resolve on n9"
+
+    well = tuple(part_of(report(me, number=number), 41) for me in range(number))
+    passes = {each.code: each.why for each in examine_together(replace(told, reports=well), 0)}
+    assert passes["HF560"] == "all 39800 connections between 200 nodes work, each pair both ways"
 
 
 def test_very_many_pairs_are_counted() -> None:
@@ -308,6 +347,20 @@ def test_a_name_that_does_not_resolve_or_means_another_is_named() -> None:
         ("HF561", Level.WARN, "a is 10.9.9.9 on c, but is reached at 10.0.0.0"),
         ("HF561", Level.WARN, "c does not resolve on b"),
     ]
+
+
+def test_the_address_that_a_name_does_not_lead_to_is_the_one_that_was_tried() -> None:
+    told = check(
+        report(0),
+        report(1),
+        report(2, link(0, address="192.168.7.1:40000", names=("10.0.0.1",))),
+    )
+    assert found_together(told) == [("HF561", Level.WARN, "a is 10.0.0.1 on c, but is reached at 192.168.7.1")]
+
+
+def test_a_name_as_local_address_is_no_other_address() -> None:
+    named = [replace(link(to), address=f"n{to}-ib0.cluster:40000") for to in (1, 2)]
+    assert found_together(check(report(0, *named), report(1), report(2))) == []
 
 
 def test_names_do_not_matter_on_loopback() -> None:

@@ -101,6 +101,13 @@ def test_both_sources_give_the_same_state() -> None:
     assert by_smi.recovery is Recovery.NONE
 
 
+def test_what_a_driver_prints_around_its_answer_is_left_out() -> None:
+    xml = (FOLDER / "h100-healthy.xml").read_text()
+    assert read_smi(lambda: f"WARNING: infoROM is corrupted\n{xml}\ntail") == read_smi(lambda: xml)
+    cut = read_smi(lambda: xml[: len(xml) // 2])
+    assert cut == MachineState(), "nothing is known, and that is no fault of the node"
+
+
 def test_a_silent_nvidia_smi_is_a_fault_and_a_missing_one_is_none() -> None:
     def silent() -> str:
         raise subprocess.TimeoutExpired("nvidia-smi", 15.0)

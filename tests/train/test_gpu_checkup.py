@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -65,3 +67,35 @@ def test_a_device_that_fails_is_a_result() -> None:
     found = gpu_checkup._device(torch, "cpu", 0, [torch.zeros(2, 3), torch.zeros(2, 3)], 0.0)
     # torch 2.15 has "mm: " in between.
     assert re.match("RuntimeError: (mm: )?mat1 and mat2 shapes cannot be multiplied", found["error"])
+
+
+def test_the_process_that_fails_first_is_the_cause() -> None:
+    """Rank 0 waits for rank 1 in vain, and says that later."""
+    waits = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    fails = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    assert gpu_checkup._first_failure([waits, fails]) == 1
+    assert waits.poll() is not None, "it does not wait for ever"
+    well = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
+    assert gpu_checkup._first_failure(well) is None
+
+
+def test_processes_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checkup, "REDUCE_S_MAX", 0.1)
+    waits = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    assert gpu_checkup._first_failure([waits]) == -1
+    assert waits.poll() is not None
+
+
+IN_A_PROCESS = """
+from holdfast.train import gpu_checkup
+gpu_checkup.REDUCE_BYTES["cpu"] = 2**12
+for variables in ({}, {"GLOO_SOCKET_IFNAME": "no-such-device"}):
+    print(gpu_checkup.all_reduce("cpu", 2, variables))
+"""
+
+
+def test_an_all_reduce_that_fails_names_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, check=True)
+    well, failed = done.stdout.splitlines()
+    assert "'bytes_s': " in well
+    assert re.search(r"'error': .process [01]: .*no-such-device", failed)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from holdfast.cli.grammar import Parsed
     from holdfast.cli.rendezvous import RendezvousOptions
+    from holdfast.doctor.facts import FactsRequest
     from holdfast.doctor.findings import DoctorFinding, LocalFacts
     from holdfast.doctor.joint import JointOptions, JointResult
 
@@ -172,7 +173,7 @@ async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) ->
 
     facts = asyncio.create_task(gather_facts(asked))
     saying = asyncio.create_task(say_busy(facts))
-    options = joint_options(parsed, rdzv, python)
+    options = joint_options(parsed, rdzv, asked)
     joint = await check_together(options, facts, examine_facts, say) if together else JointResult(None)
     known = await facts
     await saying
@@ -205,7 +206,8 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
             say(f"checking this node for {now - began:.0f} s; importing torch takes longest")
 
 
-def joint_options(parsed: Parsed, rdzv: RendezvousOptions, python: str) -> JointOptions:
+def joint_options(parsed: Parsed, rdzv: RendezvousOptions, asked: FactsRequest) -> JointOptions:
+    from holdfast.doctor.facts import GpuCheck
     from holdfast.doctor.joint import JointOptions
 
     is_host = rdzv.is_host
@@ -221,7 +223,8 @@ def joint_options(parsed: Parsed, rdzv: RendezvousOptions, python: str) -> Joint
         local_addr=parsed.values.local_addr,
         timeout_s=parsed.values.timeout,
         reduce=parsed.values.all_reduce == "auto",
-        python=python,
+        python=asked.python,
+        gpu_test_s=asked.gpu_test_s_max if asked.gpu is GpuCheck.FULL else 0.0,
     )
 
 

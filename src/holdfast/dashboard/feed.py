@@ -186,6 +186,7 @@ class JobFeed:
         """Send the job's outcome to every browser: its agent ends now, and this process with it."""
         self.source.outcome = outcome
         self._over = True
+        await self._call(self.source.read)  # what ended the job may be newer than the last look
         self._put("story", await self._call(self._story), last=True)
         self._put("now", msgspec.json.encode({"at": time.time(), "ended": True}), last=True)
         self._put(END, b"{}", last=True)

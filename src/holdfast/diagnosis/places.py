@@ -390,7 +390,7 @@ def where_is(story: RankStory) -> Where:
         return Where(story, RankActivity.STANDING, "unknown (its node did not answer)", "silent")
     newest = samples[-1]
     if (state := _STATES.get(newest.state)) is not None:
-        return Where(story, state, _STATE_TEXTS[state].format(pid=newest.pid), state.value)
+        return Where(story, state, _STATE_TEXTS[state].format(pid=_pid(newest)), state.value)
     if any(_DEBUGGER.search(frame.file) for frame in newest.frames):
         return Where(story, RankActivity.HELD, f"held by a debugger {_at(newest.frames)}", "debugger")
     busy = is_busy(samples)
@@ -566,13 +566,18 @@ _STATE_TEXTS = {
 }
 
 
+def _pid(sample: RankSample) -> str:
+    """Its process; `PID` for several ranks at one place, whose processes are listed below it."""
+    return str(sample.pid or "PID")
+
+
 def _without_frames(story: RankStory, newest: RankSample, *, busy: bool) -> Where:
     if newest.state == "D":
-        place = f"in the kernel (process {newest.pid}, state D: a disk or a device does not answer)"
+        place = f"in the kernel (process {_pid(newest)}, state D: a disk or a device does not answer)"
     elif busy:
-        place = f"busy without a Python stack (process {newest.pid})"
+        place = f"busy without a Python stack (process {_pid(newest)})"
     else:
-        place = f"asleep without a Python stack (process {newest.pid})"
+        place = f"asleep without a Python stack (process {_pid(newest)})"
     return Where(story, RankActivity.STANDING, place, f"{newest.state == 'D'} {busy}", computes=busy)
 
 

@@ -381,6 +381,7 @@ def columns(rows: Sequence[Row]) -> list[str]:
 
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
+PIDS_SHOWN_MAX = 16
 NOT_RUNNING = ("T", "t", "Z", "X", "")
 """States of the kernel in which a stack does not show what a rank does."""
 
@@ -408,10 +409,17 @@ class Group(Struct, frozen=True):
         return waits, -size if waits else size, self.ranks[0].rank
 
     @property
+    def pids(self) -> tuple[RankStack, ...]:
+        """The ranks whose processes are listed: several at a place that is the state of a process."""
+        state = not self.frames or self.ranks[0].state in NOT_RUNNING
+        return self.ranks if len(self.ranks) > 1 and state else ()
+
+    @property
     def _where(self) -> Where:
         first = self.ranks[0]
+        pid = 0 if self.pids else first.pid
         sample = RankSample(
-            first.local_rank, first.pid, first.state, first.cpu_s, self.frames, first.note, first.file, first.source
+            first.local_rank, pid, first.state, first.cpu_s, self.frames, first.note, first.file, first.source
         )
         from holdfast.diagnosis.places import where_is  # of no use to the last screen of a run
 
@@ -452,6 +460,10 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
     lines += [f"    {frame.function}  {frame.file}:{frame.line}" for frame in frames]
     if len(frames) < len(each.frames):
         lines.append(f"    … {plural(len(each.frames) - len(frames), 'frame')} of libraries not shown (--full)")
+    shown = each.pids if full else each.pids[:PIDS_SHOWN_MAX]
+    lines += [f"    rank {rank.rank}: process {rank.pid} on {rank.host}" for rank in shown if rank.pid]
+    if len(shown) < len(each.pids):
+        lines.append(f"    … {plural(len(each.pids) - len(shown), 'rank')} more (--full)")
     sources = {rank.source for rank in ranks if rank.source}
     lines += [f"    > {source}" for source in sorted(sources)]
     lines += [f"    rank {rank.rank}: {rank.note}" for rank in ranks if rank.note]

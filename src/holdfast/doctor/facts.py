@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from math import inf, isinf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +31,15 @@ from holdfast.detached import run_detached
 from holdfast.doctor.findings import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
 from holdfast.doctor.machine_reader import read_machine
 from holdfast.doctor.machine_state import FullMeasure, MachineState
-from holdfast.linux import GroupLimits, default_interface, own_address, read_int, read_text
+from holdfast.linux import (
+    GroupLimits,
+    default_interface,
+    group_folders,
+    group_room_bytes,
+    own_address,
+    read_int,
+    read_text,
+)
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.train_contract import CHECKUP, GPU_CHECKUP
@@ -39,6 +48,7 @@ from holdfast.supervisor.attached import attached
 from holdfast.version import __version__
 
 ROOT = Path("/")
+SHM = "/dev/shm"
 CAP_SYS_PTRACE = 19
 STA_UNSYNC = 0x40
 
@@ -106,9 +116,10 @@ def ephemeral_ports(root: Path = ROOT) -> tuple[int, int] | None:
 
 
 def folder_facts(path: str) -> Folder:
-    """Free space on its file system, and why the folder is not writable; for a missing folder, of its parent."""
+    """Free space on its file system, and why the folder is not writable; for a missing folder, of its parent: a job
+    makes it. Nobody makes /dev/shm."""
     there = path
-    while not os.path.lexists(there) and there != os.path.dirname(there):
+    while path != SHM and not os.path.lexists(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)
     try:
         room = os.statvfs(there)
@@ -229,7 +240,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         torch = tasks.create_task(ask_torch(asked.python, asked.torch_s_max))
         python = tasks.create_task(python_version(asked.python))
         machine = tasks.create_task(machine_state(asked.gpu))
-        shm, *folders = [tasks.create_task(folder(path)) for path in ("/dev/shm", *paths)]
+        shm, *folders = [tasks.create_task(folder(path)) for path in (SHM, *paths)]
         names = tasks.create_task(own_name())
         port = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
         towards = asked.endpoint.host if asked.endpoint else ""
@@ -267,6 +278,7 @@ def machine_facts(host: str, python: str) -> LocalFacts:
 
     groups, memory, swap = GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
     sysctl = ROOT / "proc/sys"
+    room_bytes = min(map(group_room_bytes, group_folders()), default=inf)
     return LocalFacts(
         host=host,
         python=python,
@@ -278,6 +290,7 @@ def machine_facts(host: str, python: str) -> LocalFacts:
         memory_available_bytes=memory.available,
         swap_bytes=swap.total,
         memory_limit_bytes=groups.memory_bytes,
+        memory_room_bytes=None if isinf(room_bytes) else max(0, int(room_bytes)),
         pids_limit=groups.pids,
         pids_used=groups.pids_used,
         cpus=os.cpu_count() or 1,
@@ -312,9 +325,11 @@ async def python_version(python: str) -> str:
         return platform.python_version()
     try:
         done = await run_bounded([python, "-c", "import platform; print(platform.python_version())"], PYTHON_S_MAX)
-    except OSError:
-        return "0"
-    return done.out.strip() or "0"
+    except OSError as error:
+        return f"{python}: {error.strerror}"
+    if done.code is None:
+        return f"{python} did not answer within {PYTHON_S_MAX:g} s"
+    return done.out.strip() or f"{python} ended with {done.code}"
 
 
 async def endpoint_here(endpoint: Endpoint | None) -> tuple[bool | None, str]:

@@ -73,7 +73,9 @@ class TorchFacts(Struct, frozen=True, kw_only=True):
     """Runnable processes per CPU of the machine, right after its end."""
     version: str = ""
     cuda: str = ""
-    """The CUDA version that torch was built with; empty for a CPU build."""
+    """The CUDA version that torch was built with; empty for a CPU build, and for one of ROCm."""
+    hip: str = ""
+    """The version of ROCm's HIP that torch was built with; empty for others."""
     nccl: str = ""
     distributed: bool = False
     gloo: bool = False
@@ -149,6 +151,8 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     swap_bytes: int = 0
     memory_limit_bytes: int | None = None
     """The lowest limit of all cgroups above this process; None: there is none."""
+    memory_room_bytes: int | None = None
+    """Memory that is left within these limits; None: there is none, or it is unknown (cgroups of version 1)."""
     pids_limit: int | None = None
     pids_used: int = 0
     cpus: int = 1
@@ -253,10 +257,20 @@ class NodeReport(Struct, frozen=True, kw_only=True, tag=True):
 
     summary: Summary
     links: tuple[NodePath, ...] = ()
+    tried: int = 0
+    """The number of links that were tried, if there were too many to send all; `links` has the worst then, and
+    `latency_s` and `bytes_s` are the medians of all. 0: `links` has all of them."""
+    latency_s: float | None = None
+    bytes_s: float | None = None
     findings: tuple[DoctorFinding, ...] = ()
     """Findings about the node itself that did not pass."""
     entries: tuple[ListEntry, ...] = ()
     """The entries of the endpoint list after the first one, in order."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether `links` has only the worst links."""
+        return self.tried > len(self.links)
 
 
 class Reduced(Struct, frozen=True, kw_only=True, tag=True):

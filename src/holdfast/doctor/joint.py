@@ -64,6 +64,8 @@ from holdfast.rendezvous.bind import Claim, claim, who_holds
 from holdfast.runtime.connection import Connection, dial_endpoint, fresh_nonce
 from holdfast.text import is_loopback
 
+PROBES_PER_REPORT = 0.6
+"""Share of the time for a report in which all peers are probed: what has not answered by then is reported as silent."""
 RETRY_S = 0.25
 """Pause between two attempts to reach the endpoint."""
 SAY_S = 5.0
@@ -94,6 +96,13 @@ class JointOptions(NamedTuple):
     """Whether an all-reduce is wanted."""
     python: str
     """Path of the workers' interpreter."""
+    gpu_test_s: float = 0.0
+    """Limit of the test of what the GPUs compute, which a node makes before its report; 0: none is made."""
+
+    @property
+    def report_s(self) -> float:
+        """Limit for a node's report (s)."""
+        return max(self.timeout_s, REPORT_S_MIN) + self.gpu_test_s
 
 
 class JointResult(NamedTuple):
@@ -148,7 +157,7 @@ async def _meet(
         try:
             claimed = await run_detached(lambda: claim(asked.endpoint, is_host=asked.is_host))
             if claimed.is_host:
-                server = CheckServer(job, asked.token, asked.timeout_s, reduce=asked.reduce, say=say)
+                server = CheckServer(job, asked.token, asked.timeout_s, asked.report_s, reduce=asked.reduce, say=say)
                 await server.open(claimed, tasks)
             return await dial_endpoint(claimed.endpoint, session), claimed if claimed.is_host else None
         except (UnresolvedHostError, CoordinatorUnreachableError) as error:
@@ -270,12 +279,12 @@ class CheckClient:
         self.me = roster.me
 
         self._probes.introduce(roster.me, roster.key)
-        links = await probe_all(roster.me, roster.key, roster.peers)
+        links = await probe_all(roster.me, roster.key, roster.peers, PROBES_PER_REPORT * self._asked.report_s)
         known = await facts
         problems = tuple(finding for finding in examine(known) if finding.level is not Level.PASS)
         entries = tuple(await asyncio.gather(*(check_entry(each, self._session) for each in self._asked.others)))
         report = NodeReport(summary=self._summary(known), links=links, findings=problems, entries=entries)
-        reports = await self._share(report, roster, max(timeout_s, REPORT_S_MIN))
+        reports = await self._share(report, roster, self._asked.report_s)
 
         why = why_no_reduce(reports, wanted=roster.reduce)
         came = tuple(peer.name for peer in roster.peers)
@@ -293,13 +302,15 @@ class CheckClient:
 
     def _listen_at(self) -> tuple[str, ...]:
         """Addresses for the other nodes: those of the server, or the one from which this node reached it."""
+        # The others come to another address than the one seen here: --local-addr is another, or the endpoint's name
+        # leads to loopback on its own machine.
+        if self._asked.local_addr:
+            return ("0.0.0.0", "::")
         if self._claimed is not None:
             return self._claimed.addresses
         seen = self._connection.local_address
-        # The others come to another address than the one seen here: --local-addr is another, or the endpoint's name
-        # leads to loopback on its own machine.
-        if self._asked.local_addr or (ip_address(seen).is_loopback and not is_loopback(self._asked.endpoint.host)):
-            return ("0.0.0.0",)
+        if ip_address(seen).is_loopback and not is_loopback(self._asked.endpoint.host):
+            return ("0.0.0.0", "::")
         return (seen,)
 
     def _summary(self, facts: LocalFacts) -> Summary:

@@ -28,8 +28,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.doctor.findings import NodePath, NodeReport, Reached, Reduced
+from holdfast.doctor.findings import NodeReport, Reached, Reduced
 from holdfast.doctor.probe import KEY_BYTES, Peer
+from holdfast.doctor.together import part_of
 from holdfast.protocol import codec
 from holdfast.protocol.errors import HoldfastError, PeerError, ProtocolError, RefusedError
 from holdfast.protocol.policy import JobSpec, Port, PortOrNone, Rank
@@ -185,9 +186,17 @@ class CheckServer:
     """Accepts nodes, sends the roster to all of them, and passes each node's messages on to all."""
 
     def __init__(
-        self, job: JobSpec, token: bytes | None, timeout_s: float, *, reduce: bool, say: Callable[[str], None]
+        self,
+        job: JobSpec,
+        token: bytes | None,
+        timeout_s: float,
+        report_s: float,
+        *,
+        reduce: bool,
+        say: Callable[[str], None],
     ) -> None:
-        self._job, self._token, self._timeout_s = job, token, timeout_s
+        """`timeout_s`: limit for the nodes to join, and for each exchange; `report_s`: for their reports."""
+        self._job, self._token, self._timeout_s, self._report_s = job, token, timeout_s, report_s
         self._reduce, self._say = reduce, say
         self._connected: list[CheckedNode] = []
         """All connections that were ever accepted."""
@@ -235,7 +244,7 @@ class CheckServer:
             await self._gather()
             reports = [
                 self._trimmed(report) if report is not None else None
-                for report in await self._collect(NodeReport, max(timeout_s, REPORT_S_MIN))
+                for report in await self._collect(NodeReport, self._report_s)
             ]
             self._send_all(SharedMessages(tuple(reports)))
             if not why_no_reduce(reports, wanted=self._reduce):
@@ -279,10 +288,9 @@ class CheckServer:
     def _trimmed(self, report: NodeReport) -> NodeReport:
         """This node's share of the frame that carries all reports: its worst links and its first findings."""
         number = len(self._nodes)
-        links = sorted(report.links, key=badness)[: max(1, LINKS_SHARED_MAX // number)]
+        part = part_of(report, max(1, LINKS_SHARED_MAX // number))
         findings = report.findings[: min(FINDINGS_OF_ONE_MAX, max(1, FINDINGS_SHARED_MAX // number))]
-        links.sort(key=lambda link: link.to)
-        return clipped(replace(report, links=tuple(links), findings=findings))
+        return clipped(replace(part, findings=findings))
 
     async def _collect(self, kind: type[Kind], limit_s: float) -> list[Kind | None]:
         """One message of each node; None for a node that is gone or does not answer in time."""
@@ -341,8 +349,3 @@ def clipped(value: Value) -> Value:
         fields = {name: clipped(getattr(value, name)) for name in value.__struct_fields__}
         return replace(value, **fields)
     return value
-
-
-def badness(link: NodePath) -> tuple[bool, float]:
-    """Sort key: the worst link first."""
-    return link.reached is Reached.YES, -(link.latency_s or 0.0)

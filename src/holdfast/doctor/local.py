@@ -23,7 +23,7 @@ from holdfast.doctor.findings import (
     warn,
 )
 from holdfast.doctor.gpu_full import judge_full
-from holdfast.doctor.machine_state import used_gpus
+from holdfast.doctor.machine_state import VISIBLE, used_gpus
 from holdfast.linux import VIRTUAL
 from holdfast.protocol.time_outs import TimeOut, inversions
 from holdfast.text import is_loopback, listed
@@ -101,7 +101,7 @@ def core_dumps(facts: LocalFacts) -> Iterator[DoctorFinding]:
         return
     limit = facts.limits["core"]
     if limit == 0 or facts.core_pattern.startswith("|"):  # a program gets the core and decides about its size
-        yield passed("HF514", "core dumps", "off" if limit == 0 else f"go to {facts.core_pattern[1:].split()[0]}")
+        yield passed("HF514", "core dumps", "off" if limit == 0 else f"go to {facts.core_pattern[1:].strip()}")
     else:
         why = f"a worker that crashes writes its whole memory to {facts.core_pattern or 'core'}"
         yield warn("HF514", "core dumps", why, "ulimit -c 0")
@@ -113,10 +113,12 @@ def memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
         return
     limit, needed = facts.memory_limit_bytes, MEMORY_PER_WORKER_BYTES_MIN * facts.nproc
     bounded = limit is not None and limit < facts.memory_bytes
-    left = min(facts.memory_available_bytes, limit) if limit is not None else facts.memory_available_bytes
+    bounds = (facts.memory_available_bytes, limit, facts.memory_room_bytes)
+    left = min(each for each in bounds if each is not None)
     shown = f"{size(facts.memory_available_bytes)} of {size(facts.memory_bytes)} available"
     if bounded and limit is not None:
-        shown += f", the cgroup allows {size(limit)}"
+        room = facts.memory_room_bytes
+        shown += f", the cgroup allows {size(limit)}" + ("" if room is None else f" and has {size(room)} left")
     if left < needed:
         workers = f"{facts.nproc} workers" if facts.nproc > 1 else "a worker"
         why = f"{shown}: not enough for {workers}"
@@ -204,7 +206,9 @@ FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def python(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "Python"
     parts = tuple(int(part) for part in facts.python.split(".")[:2] if part.isdecimal())
-    if parts < PYTHON_MIN:
+    if not parts:
+        yield fatal("HF500", what, f"the workers' Python gives no version: {facts.python}", "see PYTHON_EXEC and PATH")
+    elif parts < PYTHON_MIN:
         yield fatal("HF500", what, f"the workers' Python is {facts.python}", "install Python 3.11 or newer")
     else:
         yield passed("HF500", what, f"{facts.python}, holdfast {facts.holdfast}")
@@ -226,7 +230,9 @@ def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
             why = f"{found.version} takes {found.seconds:.0f} s to import"
             yield warn("HF501", what, *slow_import(found, why))
         case TorchState.OK:
-            yield passed("HF501", what, f"{found.version} {f'with CUDA {found.cuda}' if found.cuda else 'for CPUs'}")
+            yield passed(
+                "HF501", what, f"{found.version} {f'with {platform(found)}' if platform(found) else 'for CPUs'}"
+            )
 
     if found.state is TorchState.OK:
         part = "torch.distributed"
@@ -235,6 +241,13 @@ def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
         else:
             why = f"this torch was built without {'gloo' if found.distributed else part}"
             yield fatal("HF502", part, why, "install an official build")
+
+
+def platform(found: TorchFacts) -> str:
+    """What torch computes with on GPUs, and its version; empty: it is a build for CPUs."""
+    if found.hip:
+        return f"ROCm {found.hip}"
+    return f"CUDA {found.cuda}" if found.cuda else ""
 
 
 def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
@@ -252,26 +265,32 @@ def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
 
 def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
     """Whether torch can use the GPUs of this node."""
-    what, found = "CUDA", facts.torch
-    seen = len(facts.gpus)
-    hidden = facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    found, seen, built_for = facts.torch, len(facts.gpus), platform(facts.torch)
+    what = built_for.partition(" ")[0] or "CUDA"
+    names = VISIBLE if found.hip else ("CUDA_VISIBLE_DEVICES",)
+    hiding = [name for name in names if facts.variables.get(name) in ("", "-1")]
+    version = facts.driver or next((each.driver for each in facts.gpus), "")
     if found.state is not TorchState.OK or not (facts.driver or seen):
         return
-    driver = f"driver {facts.driver or facts.gpus[0].driver}"
-    if not found.cuda:
+    driver = f"driver {version}".strip()
+    if not seen and not found.gpus and not facts.gpu_error:
+        # The driver's file in /proc is there in containers of a node with GPUs, and on login nodes with its packages.
+        why = f"{driver} is here, but no GPU"
+        yield warn("HF503", what, why, "nothing on a login node; in a container, give it GPUs (--gpus all)")
+    elif not built_for:
         why = f"{driver} and {seen or 'some'} GPUs are here, but torch {found.version} is a build for CPUs"
-        yield warn("HF503", what, why, "install a torch build for CUDA")
-    elif hidden:
-        yield warn("HF503", what, "CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+        yield warn("HF503", what, why, "install a torch build for these GPUs")
+    elif hiding:
+        yield warn("HF503", what, f"{hiding[0]} hides every GPU", f"unset {hiding[0]}")
     elif found.gpus == 0:
-        reason = found.gpu_error or "CUDA gives no reason"
-        why = f"torch can use no GPU: {reason} ({driver}, torch for CUDA {found.cuda})"
-        yield fatal("HF503", what, why, f"install a driver for CUDA {found.cuda}, or a torch build for this driver")
+        reason = found.gpu_error or f"{what} gives no reason"
+        why = f"torch can use no GPU: {reason} ({driver}, torch for {built_for})"
+        yield fatal("HF503", what, why, f"install a driver for {built_for}, or a torch build for this driver")
     elif found.unsupported:
         why = f"torch {found.version} has no code for {listed(found.unsupported)}"
         yield fatal("HF503", what, why, "install a torch build that supports these GPUs")
     else:
-        yield passed("HF503", what, f"{found.gpus} GPUs, {driver}, CUDA {found.cuda}")
+        yield passed("HF503", what, f"{found.gpus} GPUs, {driver}, {built_for}")
 
 
 def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -297,9 +316,11 @@ def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:
     cpus = max(1, int(min(facts.cpus_allowed, facts.cpu_quota or facts.cpus_allowed)))
     if text is None:
         yield passed("HF521", what, "unset: workers share the CPUs evenly")
-    elif not text.strip().isdecimal() or int(text) < 1:
+        return
+    first = text.partition(",")[0].strip()  # the others are for nested regions
+    if not first.isdecimal() or int(first) < 1:
         yield warn("HF521", what, f"{text!r} is not a number of threads", "unset OMP_NUM_THREADS")
-    elif int(text) * facts.nproc > cpus and int(text) > 1:
+    elif int(first) * facts.nproc > cpus and int(first) > 1:
         why = f"{text} threads × {facts.nproc} workers on {cpus} CPUs"
         yield warn("HF521", what, why, f"unset it, or set it to {max(1, cpus // facts.nproc)}")
     else:

@@ -322,8 +322,12 @@ def read_smi(smi: Callable[[], str]) -> MachineState:
     import xml.etree.ElementTree as ET
 
     try:
-        log = ET.fromstring(re.sub(r"<!DOCTYPE[^>]*>", "", text))
+        # Some drivers print warnings around it.
+        found = re.search(r"<nvidia_smi_log\b.*</nvidia_smi_log>", text, re.DOTALL)
+        log = ET.fromstring(found[0] if found is not None else text)
     except ET.ParseError:
+        if "<nvidia_smi_log" in text:
+            return MachineState()  # it cannot be read: nothing is known, and no fault of the node is shown
         first = next((line.strip() for line in text.splitlines() if line.strip()), "it prints nothing")
         quiet = "No devices were found" in text
         return MachineState(source="nvidia-smi", error="" if quiet else first[:400])

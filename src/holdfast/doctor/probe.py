@@ -51,8 +51,9 @@ CONNECT_S_MAX = 5.0
 PROBE_S_MAX = 10.0
 """Limit of one probe, from the connection to its last answer."""
 CLOSE_S_MAX = 2.0
-AT_ONCE_MAX = 32
-"""Limit of probes and name look-ups at the same time."""
+AT_ONCE_MAX = 128
+"""Limit of probes at the same time, and of name look-ups."""
+NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 CLIENTS_MAX = 1024
 """Limit of connections at the same time."""
 
@@ -79,9 +80,15 @@ class ProbeServer:
         """The port of all addresses; 0 before `open`."""
 
     async def open(self, addresses: Iterable[str]) -> None:
-        """Listen on all addresses, at the same port. Raises OSError when an address cannot be bound."""
+        """Listen on all addresses, at the same port. A machine without IPv6 leaves out `::` after others. Raises
+        OSError when an address cannot be bound."""
         for address in addresses:
-            server = await asyncio.start_server(self._serve, address, self.port, limit=READ_BYTES)
+            try:
+                server = await asyncio.start_server(self._serve, address, self.port, limit=READ_BYTES)
+            except OSError as error:
+                if self._servers and address == "::" and error.errno in NO_IPV6:
+                    continue
+                raise
             self._servers.append(server)
             self.port = server.sockets[0].getsockname()[1]
 
@@ -137,19 +144,33 @@ class ProbeServer:
         return taken, time.monotonic() - began
 
 
-async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePath, ...]:
+async def probe_all(me: int, key: bytes, peers: Sequence[Peer], limit_s: float) -> tuple[NodePath, ...]:
     """Probe all peers at the same time, then measure the bandwidth of those that answered, one after the other.
 
-    Each node starts with its next neighbour, so that few transfers coincide.
+    Each node starts with its next neighbour, so that few transfers coincide. A peer that could not be tried within
+    `limit_s` is silent: many that do not answer must not cost the report of this node.
     """
-    room = asyncio.Semaphore(AT_ONCE_MAX)
+    looking_up, connecting = asyncio.Semaphore(AT_ONCE_MAX), asyncio.Semaphore(AT_ONCE_MAX)
     others = [(me + turn) % len(peers) for turn in range(1, len(peers))]
+    deadline = asyncio.get_running_loop().time() + limit_s
+
+    async def name_of(peer: Peer) -> tuple[tuple[str, ...], str]:
+        try:
+            async with asyncio.timeout_at(deadline), looking_up:
+                return await addresses_of(peer.host)
+        except TimeoutError:
+            return (), f"not looked up within {limit_s:g} s"
+
+    async def path_to(index: int) -> NodePath:
+        try:
+            async with asyncio.timeout_at(deadline), connecting:
+                return await probe(peers[index], index, key, transfer_s=0.0)
+        except TimeoutError:
+            error = f"not tried within {limit_s:g} s: too many others do not answer"
+            return NodePath(to=index, reached=Reached.SILENT, address=shown(peers[index]), error=error)
 
     async def one(index: int) -> NodePath:
-        peer = peers[index]
-        async with room:
-            names, error = await addresses_of(peer.host)
-            path = await probe(peer, index, key, transfer_s=0.0)
+        (names, error), path = await asyncio.gather(name_of(peers[index]), path_to(index))
         return replace(path, names=names, name_error=error)
 
     paths = dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
@@ -166,8 +187,7 @@ async def probe(
 ) -> NodePath:
     """Measure the path to one peer. `transfer_s` is the duration of the bandwidth measurement; 0: none. Never
     raises."""
-    shown = f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
-    path = NodePath(to=index, reached=Reached.UNREACHABLE, address=shown)
+    path = NodePath(to=index, reached=Reached.UNREACHABLE, address=shown(peer))
     try:
         sock = await _connected(peer)
     except UnresolvedHostError:
@@ -192,6 +212,11 @@ async def probe(
         return replace(path, reached=Reached.BROKEN, error=why(error))
     finally:
         writer.transport.abort()
+
+
+def shown(peer: Peer) -> str:
+    """Address and port, as users write them."""
+    return f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
 
 
 async def _connected(peer: Peer) -> socket.socket:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from itertools import chain
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -13,6 +16,7 @@ from holdfast.doctor.findings import (
     DoctorFinding,
     JointCheck,
     NodePath,
+    NodeReport,
     Reached,
     Reduced,
     Summary,
@@ -50,20 +54,7 @@ class Way(NamedTuple):
 
 def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
     """All findings of a check, except those of node `me` about itself, which are shown anyway."""
-    checks = (
-        who_came,
-        silent_nodes,
-        witnesses,
-        pairs,
-        names,
-        latency,
-        bandwidth,
-        clocks,
-        versions,
-        machines,
-        all_reduce,
-    )
-    found = [finding for each in checks for finding in each(check)]
+    found = [finding for each in TOGETHER for finding in each(check)]
     return (*found, *local_ones(check, me))
 
 
@@ -122,21 +113,26 @@ def pairs(check: JointCheck) -> Iterator[DoctorFinding]:
     for one, other in bad[:PAIRS_NAMED_MAX]:
         there, back = by_ends.get((one, other)), by_ends.get((other, one))
         ends = (check.came[one], check.came[other])
-        both = [direction(ends, there), direction(ends[::-1], back)]
+        both = [
+            direction(ends, there, check.reports[one]),
+            direction(ends[::-1], back, check.reports[other]),
+        ]
         yield fatal("HF560", what, "; ".join(both), advice(ends, there, back))
     if len(bad) > PAIRS_NAMED_MAX:
         often = most_often(check, [(one, other) for one, other in bad])
         why = f"and {len(bad) - PAIRS_NAMED_MAX} more pairs; most often with {often}"
         yield fatal("HF560", what, why, "open all TCP ports between the nodes")
     if by_ends and not bad:
-        why = f"all {len(by_ends)} connections between {len(check.came)} nodes work, each pair both ways"
+        tried = sum(max(report.tried, len(report.links)) for report in check.reports if report is not None)
+        why = f"all {tried} connections between {len(check.came)} nodes work, each pair both ways"
         yield passed("HF560", what, why)
 
 
-def direction(ends: tuple[str, str], link: NodePath | None) -> str:
+def direction(ends: tuple[str, str], link: NodePath | None, report: NodeReport | None) -> str:
+    """`report`: that of the node at the first end."""
     arrow = f"{ends[0]} → {ends[1]}"
     if link is None:
-        return f"{arrow}: not tried"
+        return f"{arrow}: {'not tried' if report is None or not report.is_part else 'not shown'}"
     if link.reached is Reached.YES:
         return f"{arrow} works"
     words = {
@@ -154,7 +150,7 @@ def advice(ends: tuple[str, str], there: NodePath | None, back: NodePath | None)
     """The probable cause of a pair that does not work. One failed direction blames the node that is not reached."""
     failed = [(end, link) for end, link in zip(ends[::-1], (there, back), strict=True) if is_bad(link)]
     if any(link is not None and link.reached is Reached.STRANGER for _, link in failed):
-        where = failed[0][0]
+        where = next(end for end, link in failed if link is not None and link.reached is Reached.STRANGER)
         return f"another machine answers at that address: NAT, or an address given twice; see --local-addr on {where}"
     where = f"on {failed[0][0]}" if len(failed) == 1 else f"on {ends[0]}, on {ends[1]} or between them"
     return f"a firewall or security group {where}? Ranks need all TCP ports between the nodes, not only the endpoint's"
@@ -177,20 +173,30 @@ def names(check: JointCheck) -> Iterator[DoctorFinding]:
         coming = [way for way in ways(check) if way.link.to == index and not on_loopback(way.link)]
         unknown = [check.came[way.start] for way in coming if way.link.name_error]
         elsewhere = {
-            way.link.names: check.came[way.start]
+            way.link.names: (check.came[way.start], bare_address(way.link))
             for way in coming
-            if way.link.names and bare_address(way.link) not in way.link.names
+            if leads_elsewhere(way.link)
         }
         fix = f"add {host} with its address to /etc/hosts or DNS, or use addresses everywhere"
         if unknown:
             odd = True
             yield warn("HF561", what, f"{host} does not resolve on {listed(unknown)}", fix)
-        for found, where in elsewhere.items():
+        for found, (where, reached) in elsewhere.items():
             odd = True
-            reached = next(bare_address(way.link) for way in coming)
             yield warn("HF561", what, f"{host} is {listed(found)} on {where}, but is reached at {reached}", fix)
     if not odd and any(not on_loopback(way.link) for way in ways(check)):
         yield passed("HF561", what, "every host name resolves to the right address on every other node")
+
+
+def leads_elsewhere(link: NodePath) -> bool:
+    """Whether the other node's name is another address here than the one that was tried. One that --local-addr names
+    is no address."""
+    tried = bare_address(link)
+    try:
+        ip_address(tried.partition("%")[0])
+    except ValueError:
+        return False
+    return bool(link.names) and tried not in link.names
 
 
 def latency(check: JointCheck) -> Iterator[DoctorFinding]:
@@ -200,7 +206,7 @@ def latency(check: JointCheck) -> Iterator[DoctorFinding]:
         return
     # All-reduces go at the pace of the slowest link, so that one that is far from the usual counts even if it is fast
     # enough for other purposes.
-    usual = median(seconds for _, seconds in measured)
+    usual = typical(check, [seconds for _, seconds in measured], lambda report: report.latency_s)
     bound = min(LATENCY_S_MAX, max(LATENCY_ODD_S_MIN, LATENCY_ODD_FACTOR * usual))
     slow = sorted((pair for pair in measured if pair[1] > bound), key=lambda pair: -pair[1])
     if slow:
@@ -217,7 +223,7 @@ def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
     measured = [(way, way.link.bytes_s) for way in ways(check) if way.link.bytes_s is not None]
     if not measured:
         return
-    usual = median(bytes_s for _, bytes_s in measured)
+    usual = typical(check, [bytes_s for _, bytes_s in measured], lambda report: report.bytes_s)
     bound = max(BANDWIDTH_BYTES_S_MIN, BANDWIDTH_ODD_FACTOR * usual)
     slow = sorted((pair for pair in measured if pair[1] < bound), key=lambda pair: pair[1])
     if slow:
@@ -231,13 +237,21 @@ def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
 
 
 def blamed(check: JointCheck, measured: list[tuple[Way, float]]) -> str:
-    """The node that is slow with all others, in words; empty: none is."""
+    """The node that is slow with all others, in words; empty: none is, or only the worst links are known."""
+    if any(report is not None and report.is_part for report in check.reports):
+        return ""
     rates: dict[tuple[int, int], float] = {}
     for way, bytes_s in measured:
         pair = min(way.start, way.link.to), max(way.start, way.link.to)
         rates[pair] = min(bytes_s, rates.get(pair, bytes_s))
     nodes = [check.came[each.nodes[0]] for each in judge(rates, BANDWIDTH_ODD_FACTOR) if not each.is_link]
     return f"; {listed(nodes)} {'is' if len(nodes) == 1 else 'are'} slow with all others" if nodes else ""
+
+
+def typical(check: JointCheck, shown: list[float], of: Callable[[NodeReport], float | None]) -> float:
+    """The median of all links: if only the worst of a node are shown, of its own medians."""
+    of_parts = [of(report) for report in check.reports if report is not None and report.is_part]
+    return median([each for each in of_parts if each is not None] or shown)
 
 
 def clocks(check: JointCheck) -> Iterator[DoctorFinding]:
@@ -352,6 +366,32 @@ def summaries(check: JointCheck) -> Iterator[tuple[str, Summary]]:
     for name, report in zip(check.came, check.reports, strict=True):
         if report is not None:
             yield name, report.summary
+
+
+def part_of(report: NodeReport, links_max: int) -> NodeReport:
+    """The report with this number of links at most: those that a finding is about first, then the slowest by round
+    trip and by bandwidth in turn. It says how many there were, and what is usual among them."""
+    if len(report.links) <= links_max:
+        return report
+    latencies = [link.latency_s for link in report.links if link.latency_s is not None]
+    rates = [link.bytes_s for link in report.links if link.bytes_s is not None]
+    far = sorted(report.links, key=lambda link: -(link.latency_s or 0.0))
+    slow = sorted(report.links, key=lambda link: inf if link.bytes_s is None else link.bytes_s)
+    worst = chain(filter(is_bad, report.links), filter(is_odd, report.links), *zip(far, slow, strict=True))
+    chosen = list({link.to: link for link in worst}.values())[:links_max]
+    return replace(
+        report,
+        links=tuple(sorted(chosen, key=lambda link: link.to)),
+        tried=len(report.links),
+        latency_s=median(latencies) if latencies else None,
+        bytes_s=median(rates) if rates else None,
+    )
+
+
+def is_odd(link: NodePath) -> bool:
+    """Whether its name or its clock is reported, though the connection works."""
+    offset_s = link.clock_offset_s or 0.0
+    return bool(link.name_error) or leads_elsewhere(link) or abs(offset_s) > CLOCK_OFFSET_S_MAX
 
 
 def arrow(check: JointCheck, way: Way) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -181,11 +182,15 @@ def newest_ended(run: str | None) -> Path | None:
 
 def recorded_runs() -> dict[Path, float]:
     """The run folders in the default log folder, and the time (epoch s) of the last change of each."""
+    changed_s = {}
     try:
-        folders = [folder for folder in Path(default_log_dir()).iterdir() if (folder / JOURNAL).is_file()]
-        return {folder: (folder / JOURNAL).stat().st_mtime for folder in folders}
+        folders = list(Path(default_log_dir()).iterdir())
     except OSError:
         return {}
+    for folder in folders:
+        with suppress(OSError):  # no run folder, one that is being removed, or another user's (sudo -E)
+            changed_s[folder] = (folder / JOURNAL).stat().st_mtime
+    return changed_s
 
 
 def run_id_of(folder: Path) -> str:

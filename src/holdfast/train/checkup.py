@@ -34,16 +34,17 @@ def facts() -> dict[str, Any]:
         "load": os.getloadavg()[0] / (os.cpu_count() or 1),
         "version": str(torch.__version__),
         "cuda": str(getattr(torch.version, "cuda", None) or ""),
+        "hip": str(getattr(torch.version, "hip", None) or ""),
         "distributed": distributed,
         "gloo": bool(distributed and torch.distributed.is_gloo_available()),
     }
-    if found["cuda"]:
+    if found["cuda"] or found["hip"]:
         found |= gpu_facts(torch)
     return found
 
 
 def gpu_facts(torch: Any) -> dict[str, Any]:
-    """Facts about CUDA and the GPUs; no context is made on any GPU."""
+    """Facts about CUDA, or ROCm under the same names, and the GPUs; no context is made on any GPU."""
     found: dict[str, Any] = {"gpus": 0}
     try:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -52,7 +53,8 @@ def gpu_facts(torch: Any) -> dict[str, Any]:
     try:
         torch.cuda.init()
         found["gpus"] = torch.cuda.device_count()
-        archs = torch.cuda.get_arch_list()
+        # ROCm's architectures have other names (gfx942), which do not follow from the version of a GPU.
+        archs = [] if getattr(torch.version, "hip", None) else torch.cuda.get_arch_list()
         found["unsupported"] = [
             f"GPU {index} (sm_{major}{minor})"
             for index in range(found["gpus"])

@@ -18,8 +18,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +37,7 @@ PR_SET_PDEATHSIG = 1
 CPU_RANKS = 2
 REDUCE_S_MAX = 60.0
 WAIT_S_MAX = 30.0
+POLL_S = 0.01
 
 
 def measure(kind: str, seconds: float) -> dict[str, Any]:
@@ -120,34 +124,47 @@ def all_reduce(kind: str, ranks: int, variables: dict[str, str]) -> dict[str, An
     limit = timedelta(seconds=WAIT_S_MAX)
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=limit)
     command = [sys.executable, os.path.abspath(__file__), "reduce", kind]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(store.port)],
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    until = time.monotonic() + REDUCE_S_MAX
-    ends = []
-    try:
-        for each in started:
-            out, err = each.communicate(timeout=max(0.1, until - time.monotonic()))
-            ends.append((each.returncode, out, err))
-    except subprocess.TimeoutExpired:
+    with ExitStack() as files:  # NCCL may write more than a pipe holds
+        said = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * ranks)]
+        started = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), str(store.port)],
+                env={**os.environ, **variables},
+                stdout=said[2 * rank],
+                stderr=said[2 * rank + 1],
+            )
+            for rank in range(ranks)
+        ]
+        failed = _first_failure(started)
+        for each in said:
+            each.seek(0)
+        texts = [each.read() for each in said]
+    if failed is None:
+        found: dict[str, Any] = json.loads(texts[0].splitlines()[-1])
+        return found
+    if failed < 0:
         return {"error": f"it did not end within {REDUCE_S_MAX:g} s"}
+    lines = [line for line in texts[2 * failed + 1].splitlines() if line.strip()]
+    why = lines[-1] if lines else f"its process ended with {started[failed].returncode}"
+    return {"error": f"{'GPU' if kind == 'cuda' else 'process'} {failed}: {why}"[:500]}
+
+
+def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The index of the process that failed first, which has the cause: the others wait for it in vain, and say that.
+    None: all have ended well; -1: they take too long. None of them runs any more."""
+    until = time.monotonic() + REDUCE_S_MAX
+    try:
+        while True:
+            ends = [each.poll() for each in started]
+            if any(ends) or None not in ends:
+                return next((index for index, code in enumerate(ends) if code), None)
+            if time.monotonic() > until:
+                return -1
+            time.sleep(POLL_S)
     finally:
         for each in started:
             each.kill()
             each.wait()
-    for code, _, err in ends:
-        if code:
-            lines = [line for line in err.splitlines() if line.strip()]
-            return {"error": (lines[-1] if lines else f"a process ended with {code}")[:500]}
-    found: dict[str, Any] = json.loads(ends[0][1].splitlines()[-1])
-    return found
 
 
 def reduce(kind: str, rank: int, ranks: int, port: int) -> dict[str, float]:

@@ -29,4 +29,6 @@ def test_the_answer_fits_into_a_frame() -> None:
     )  # fmt: skip
     body = body_of(view)
     assert len(body) <= ANSWER_BYTES_MAX
-    assert msgspec.json.decode(body, type=JobView).nodes[0].host == "a"
+    shown = msgspec.json.decode(body, type=JobView)
+    assert shown.nodes[0].host == "a"
+    assert shown.notices == ("60000 ranks are too many for one answer: their steps are not shown",)

@@ -67,7 +67,8 @@ function judge({ now, story, lost, saved }) {
   const words = {
     gathering: ["busy", "Waiting for nodes", now.why], preparing: ["busy", "Starting", now.why], regrouping: ["busy", "Regrouping", now.why],
     draining: ["busy", "Draining", "workers go to their next safe point and save"], stopping: ["busy", "Restarting", now.why], over: ["busy", "Ending", now.why],
-    running: steps ? ["good", "Training", now.spares_why] : ["busy", "Starting", stages.has("r") || !stages.size ? "no step yet" : "workers import, and form their group"],
+    running: steps ? ["good", "Training", now.spares_why] : !stages.size && now.world_size ? ["busy", "Running", now.notices[0] ?? "the ranks are not known"]
+      : ["busy", "Starting", stages.has("r") || !stages.size ? "no step yet" : "workers import, and form their group"],
   };
   const found = words[now.phase] ?? ["busy", now.phase, ""];
   return now.notices.length && found[0] === "good" ? ["busy", "Training, with a notice", ""] : found;
@@ -117,7 +118,7 @@ class JobPage {
     this.keys = h("ul", { class: "keys" });
     this.ranks = onLeft("ranks", "Ranks", h("div", { class: "head" }, h("h2", {}, "Ranks"), h("label", {}, "colour", this.colour), h("label", {}, "node", this.node)), holder, this.keys, pointed);
     this.colour.addEventListener("change", () => { this.grid.by = this.colour.value; this.grid.draw(); this.showKeys(); });
-    this.node.addEventListener("change", () => { this.grid.node = Number(this.node.value); this.grid.draw(); });
+    this.node.addEventListener("change", () => { this.grid.node = Number(this.node.value); this.node_host = this.full?.nodes[this.grid.node]?.host; this.grid.draw(); });
     this.steps = onRight("steps", "Step times", h("h2", {}, "Step times"), this.plot = h("div", { class: "chart" }), this.shares = h("div"), this.slowest = h("div"));
     this.metric = h("select", { onchange: () => this.showMetrics() });
     this.metrics = onRight("metrics", "Metrics", h("div", { class: "head" }, h("h2", {}, "Metrics"), h("label", {}, "metric", this.metric)), this.newestMetric = h("p"), h("div", { class: "chart" }),
@@ -182,10 +183,12 @@ class JobPage {
     this.full = now;
     this.ranks.hidden = !now.ranks.rank.length;
     this.grid.since = this.since;
+    fill(this.node, now.nodes.map((node) => node.host), () => {
+      this.grid.node = now.nodes.findIndex((node) => node.host === this.node_host);  // -1: all
+      return [h("option", { value: "-1" }, "all"), ...now.nodes.map((node, index) => h("option", { value: String(index), selected: index === this.grid.node }, node.host))];
+    });
     this.grid.update(now);
     this.showKeys();
-    fill(this.node, now.nodes.map((node) => node.host), () => [
-      h("option", { value: "-1" }, "all"), ...now.nodes.map((node, index) => h("option", { value: String(index) }, node.host))]);
     if (now.median_ms !== null) {
       this.steps.hidden = false;
       if (!this.chart && window.uPlot) {
@@ -262,7 +265,7 @@ class JobPage {
     } else if (!end && newest && newest.at_s > (now?.at ?? 0) - NEWS_S) {
       this.problem.hidden = false;
       fill(this.problem, [newest, this.story.logs[newest.generation]], () => [
-        h("h2", {}, `${newest.code}: generation ${newest.generation} ended at ${clock(newest.at_s)}, and was restarted`), h("p", {}, newest.text, " ", this.logOf(newest)),
+        h("h2", {}, `${newest.code}: generation ${newest.generation} ended at ${clock(newest.at_s)}, and the job goes on`), h("p", {}, newest.text, " ", this.logOf(newest)),
         newest.advice ? h("p", { class: "do" }, h("b", {}, "Do: "), newest.advice) : this.advice(newest.code)]);
     } else {
       this.problem.hidden = true;
@@ -449,7 +452,7 @@ class JobPage {
       table(["node", "", "state", "ranks", ["step", "number"], ["steps/s", "number"], ["last step", "number"], ["agent heard", "number"]],
         shown.map((node) => [node.host, hosts.size > 1 && this.hostButtons(node.host), h("span", { class: `tag ${node.state === "running" ? "good" : node.group_rank === null ? "" : "busy"}` }, node.state), node.ranks, [node.step, "number"],
           [node.steps_s ? +node.steps_s.toPrecision(3) : "", "number"], [node.last_step, "number"], [`${duration(node.heard_s)} ago`, "number"]]), "Nodes"),
-      now.nodes.length > shown.length && h("p", { class: "dim small" }, `and ${plural(now.nodes.length - shown.length, "node")} more that run`),
+      now.nodes.length > shown.length && h("p", { class: "dim small" }, `and ${plural(now.nodes.length - shown.length, "node")} more${now.nodes.every((node) => shown.includes(node) || node.state === "running") ? " that run" : ""}`),
       excluded.map((each) => h("p", {}, h("span", { class: "tag bad" }, "excluded"), ` ${each.host} since ${clock(each.at)}, for ${duration(each.for_s)} `, each.by && h("span", { class: "dim" }, `by ${each.by} `),
         !this.saved && h("button", { type: "button", class: "quiet", onclick: () => this.order(`Readmit ${each.host}`, "readmit", each.host) }, "readmit")))]);
     const loaded = shown.filter((node) => node.load);

@@ -58,7 +58,8 @@ export class Logs {
   /** Where the logs of the other nodes are. */
   elsewhere(now) {
     const newest = Object.keys(this.known).at(-1), here = new Set(this.known[newest] ?? []);
-    const others = now.nodes.filter((_, index) => now.ranks.rank.some((rank, place) => now.ranks.node[place] === index && !here.has(rank)));
+    const away = new Set(now.ranks.node.filter((_, place) => !here.has(now.ranks.rank[place])));
+    const others = now.nodes.filter((_, index) => away.has(index));
     fill(this.others, others.map((node) => [node.host, node.ranks]), () => others.length > 0 && [
       `Only logs of this machine are shown. Elsewhere: ${others.slice(0, 8).map((node) => `ranks ${node.ranks} on ${node.host}`).join(", ")}${others.length > 8 ? " …" : ""}; \`holdfast logs\` shows them there.`]);
   }

@@ -184,7 +184,8 @@ class Vitals:
         self._looks.append((now, {local_rank: each.steps for local_rank, each in self._seen.items()}))
         while len(self._looks) > 2 and now - self._looks[0][0] > STEP_WINDOW_S:
             self._looks.popleft()
-        ranks = tuple(self._rank(each) for _, each in sorted(self._seen.items()))
+        # A replacement may make steps a moment before its rank is known.
+        ranks = tuple(self._rank(each) for _, each in sorted(self._seen.items()) if each.local_rank in self._ranks)
         self.facts = structs.replace(self._known, taken_s=now, ranks=ranks, job=self._view())
 
     def _rank(self, seen: RankProgress) -> RankFacts:
@@ -192,7 +193,7 @@ class Vitals:
         began_s, first = self._looks[0][0], self._looks[0][1].get(seen.local_rank, 0)
         made = seen.steps - first
         return RankFacts(
-            rank=self._ranks.get(seen.local_rank, seen.local_rank),
+            rank=self._ranks[seen.local_rank],
             local_rank=seen.local_rank,
             steps_total=steps + seen.steps,
             own_s_total=own_s + seen.own_s,

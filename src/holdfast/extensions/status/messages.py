@@ -15,9 +15,12 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def body_of(view: JobView) -> bytes:
-    """Encode a view. If the job is so large that it does not fit into a frame, the ranks are left out."""
+    """Encode a view. If the job is so large that it does not fit into a frame, the ranks are left out, and a notice
+    says so: else it would look as if no rank had begun."""
     body = msgspec.json.encode(view)
     if len(body) > ANSWER_BYTES_MAX:
         nodes = tuple(msgspec.structs.replace(node, ranks=()) for node in view.nodes)
-        body = msgspec.json.encode(msgspec.structs.replace(view, nodes=nodes))
+        ranks = sum(len(node.ranks) for node in view.nodes)
+        notices = (*view.notices, f"{ranks} ranks are too many for one answer: their steps are not shown")
+        body = msgspec.json.encode(msgspec.structs.replace(view, nodes=nodes, notices=notices))
     return body
