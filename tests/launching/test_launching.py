@@ -20,7 +20,7 @@ import pytest
 import holdfast
 from holdfast.linux import process_stat
 from holdfast.protocol import errors
-from tests.conftest import LEAK_GRACE_S, alive
+from tests.conftest import alive
 from tests.launching import launch_cases as cases
 from tests.support.limits import limit_s, until
 
@@ -214,7 +214,8 @@ def test_log_options(tmp_path: Path) -> None:
 def test_output_reaches_a_stdout_that_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     holdfast.launch(cases.say, "grüße", nproc=2)
     out = capsys.readouterr().out
-    assert sorted(line.partition("| ")[2] for line in out.splitlines()) == ["grüße (×2)"]
+    # Shown once if they came within log_fold.FOLD_S.
+    assert [line.partition("| ")[2] for line in out.splitlines()] in (["grüße (×2)"], ["grüße", "grüße"])
 
 
 def test_output_reaches_a_notebook() -> None:
@@ -356,7 +357,7 @@ def test_nothing_is_left_when_the_caller_is_killed(tmp_path: Path) -> None:
     finally:
         caller.kill()
         caller.wait()
-    until(lambda: not any(alive(pid) for pid in pids(tmp_path)), "no worker", LEAK_GRACE_S)
+    until(lambda: not any(alive(pid) for pid in pids(tmp_path)), "no worker")
 
 
 # --- two nodes --------------------------------------------------------------------------------------------------------

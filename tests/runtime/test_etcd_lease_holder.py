@@ -84,7 +84,7 @@ def run(etcd: FakeEtcd, ttl_s: float, until: str) -> LeaseHolder:
         made = LeaseHolder(etcd, etcd, ttl_s, _boot_s())
         news = asyncio.Event()
         made.start(news.set)
-        async with asyncio.timeout(limit_s(5)):
+        async with asyncio.timeout(limit_s(20)):
             while not (made.over if until == "over" else etcd.said.count("renew") > 2):
                 await news.wait()
                 news.clear()
@@ -102,7 +102,7 @@ def _boot_s() -> float:
 
 def test_renewed_until_it_resigns() -> None:
     etcd = FakeEtcd(True, EtcdUnreachableError("away"), True)
-    made = run(etcd, 0.5, "renewed")
+    made = run(etcd, limit_s(2), "renewed")
     assert etcd.said[-1] == ("resign", MEMORY)
     assert etcd.closed
     assert made.over == "resigned"
@@ -110,7 +110,7 @@ def test_renewed_until_it_resigns() -> None:
 
 def test_a_key_that_is_gone_ends_it_at_once_and_nothing_more_is_written() -> None:
     etcd = FakeEtcd(True, False)
-    made = run(etcd, 0.5, "over")
+    made = run(etcd, limit_s(2), "over")
     assert "run out" in made.over
     assert etcd.said == ["renew", "renew"]
     assert etcd.closed

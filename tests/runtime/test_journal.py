@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import journal as journal_module
 from holdfast.journal import Journal
-from tests.support.limits import until
+from tests.support.limits import limit_s, until
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -25,7 +25,7 @@ def test_one_object_per_event_in_order(tmp_path: Path) -> None:
     for number in range(500):
         journal.write("tick", number=number)
     journal.write("odd", path=path, text="a\nb", nan=float("nan"), event="mine")
-    assert journal.close()
+    assert journal.close(limit_s(20))
     *ticks, odd = records(path)
     assert [each["number"] for each in ticks] == list(range(500))
     assert set(ticks[0]) == {"time", "monotonic", "event", "number"}
@@ -38,7 +38,7 @@ def test_an_existing_file_is_appended_to(tmp_path: Path) -> None:
     for name in ("first", "second"):
         journal = Journal(path)
         journal.write(name)
-        assert journal.close()
+        assert journal.close(limit_s(20))
     assert [each["event"] for each in records(path)] == ["first", "second"]
 
 
@@ -74,7 +74,7 @@ def test_a_stalled_disk_never_blocks_and_what_is_lost_is_counted(
 def test_a_file_that_cannot_be_written_is_survived(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "missing" / "events.jsonl")
     journal.write("lost")
-    assert journal.close()
+    assert journal.close(limit_s(20))
 
 
 def test_a_listener_that_fails_is_noted_and_not_told_again(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_listener_that_fails_is_noted_and_not_told_again(tmp_path: Path) -> No
     journal.listen(broken)
     journal.write("one")
     journal.write("two")
-    assert journal.close()
+    assert journal.close(limit_s(20))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [each["event"] for each in events] == ["observer_fault", "one", "two"]
     assert (events[0]["what"], events[0]["error"], heard) == ("listener", "KeyError: 'one'", ["one"])

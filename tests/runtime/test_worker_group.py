@@ -30,6 +30,7 @@ from holdfast.agent.events import (
 from holdfast.agent.local_generation import Work
 from holdfast.diagnosis.causes.find import cause_of
 from holdfast.journal import Journal
+from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import channel_name
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
@@ -217,7 +218,7 @@ async def test_the_others_go_on_and_a_replacement_joins(crew: Any) -> None:
     assert (read.generation, read.failure.rank) == (1, 1)  # where it died, however long the reading took
 
 
-@pytest.mark.parametrize("crew", [{"how": ["2=deaf"], "release_s": limit_s(0.5)}], indirect=True)
+@pytest.mark.parametrize("crew", [{"how": ["2=deaf"], "release_s": limit_s(1.5)}], indirect=True)
 async def test_a_worker_that_is_not_at_the_gate_in_time_is_killed_and_the_others_go_on_without_it(crew: Any) -> None:
     await crew.begin()
     await crew.lose(1)
@@ -235,7 +236,7 @@ async def test_a_worker_that_is_not_at_the_gate_in_time_is_killed_and_the_others
     await crew.end()
 
 
-@pytest.mark.parametrize("crew", [{"how": ["2=starved"], "release_s": limit_s(0.5)}], indirect=True)
+@pytest.mark.parametrize("crew", [{"how": ["2=starved"], "release_s": limit_s(1)}], indirect=True)
 async def test_the_time_for_which_a_worker_waits_for_a_processor_does_not_count(crew: Any) -> None:
     await crew.begin()
     await crew.lose(1)
@@ -244,7 +245,7 @@ async def test_the_time_for_which_a_worker_waits_for_a_processor_does_not_count(
     (note,) = crew.noted("not_released")
     assert note["local_rank"] == 2
     assert note["waited_s"] > 0
-    assert note["seconds"] + 0.001 >= allowed_s(limit_s(0.5), note["waited_s"])
+    assert note["seconds"] + 0.001 >= allowed_s(limit_s(1), note["waited_s"])
     await crew.regroup(3, 0)
     await crew.end()
 
@@ -255,6 +256,8 @@ async def test_a_worker_that_is_suspended_while_others_run_is_killed(crew: Any) 
     pids = crew.pids()
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)  # somebody pauses the node
+    # The loop does not run meanwhile: on a busy machine the group would see some stopped before the others.
+    until(lambda: all((stat := process_stat(pid)) and stat.state == "T" for pid in pids.values()), "all to be stopped")
     await asyncio.sleep(2 * 0.5)
     assert not crew.noted("suspended")
     for rank in (0, 2):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from holdfast.protocol.board_layout import BOARD_VARIABLE
-from holdfast.supervisor import processes
+from holdfast.supervisor import processes, stack_sampler
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.client import (
     PreloadReported,
@@ -203,6 +203,13 @@ def preloaded(
             yield PreloadedScript(made, tmp_path)
 
     return opened()
+
+
+@pytest.fixture
+def patient_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a look shows does not depend on how busy this machine is. A worker that never answers costs the limit."""
+    for limit in ("ANSWER_S_MAX", "KEEP_S_MAX", "LOOK_S_MAX", "READ_S_MAX", "RECORDED_S_MAX"):
+        monkeypatch.setattr(stack_sampler, limit, limit_s(20))
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.protocol.rank_progress import RankSample
+from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
-from holdfast.supervisor.stack_sampler import LOOK_S_MAX, StackSampler
+from holdfast.supervisor.stack_sampler import StackSampler
 from tests.support.limits import limit_s
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -41,7 +42,7 @@ def look(board: Board, *processes: subprocess.Popen[str], folder: Path | None = 
         stack_sampler = StackSampler(board, 3, lambda local_rank: 4 + local_rank, time.time())
         try:
             for _ in range(times):
-                async with asyncio.timeout(LOOK_S_MAX + DEADLINE_S):
+                async with asyncio.timeout(stack_sampler_module.LOOK_S_MAX + DEADLINE_S):
                     samples = await stack_sampler.look({rank: each.pid for rank, each in enumerate(processes)}, folder)
             return samples
         finally:

@@ -40,7 +40,7 @@ def test_say_prefixes_every_line_and_goes_to_stderr(pipes: tuple[int, int, int, 
     console = Console(out, err)
     console.say("one\ntwo")
     console.say("bare", prefix="")
-    assert console.close()
+    assert console.close(limit_s(20))
     assert os.read(err_reader, 1000) == b"holdfast: one\nholdfast: two\nbare\n"
     console.say("ignored")
 
@@ -78,7 +78,7 @@ def test_dropped_lines_are_counted(pipes: tuple[int, int, int, int], monkeypatch
         b"holdfast: 1",
         b"holdfast: (3 more lines dropped: the console was blocked)",
     ]
-    assert console.close()
+    assert console.close(limit_s(20))
 
 
 def test_a_blocked_stdout_does_not_hold_back_stderr(pipes: tuple[int, int, int, int]) -> None:
@@ -101,7 +101,7 @@ def test_a_reader_that_left_breaks_one_stream_only(pipes: tuple[int, int, int, i
     os.close(err_reader)
     console = Console(out, err)
     console.say("nobody")
-    assert console.close()
+    assert console.close(limit_s(20))
     assert console.err.broken
     assert not console.out.broken
 
@@ -113,7 +113,7 @@ def test_who_reads_stderr_is_told_once_that_nobody_reads_stdout(pipes: tuple[int
     console.out.put(b"lost\n")
     console.say("one")
     console.say("two")
-    assert console.close()
+    assert console.close(limit_s(20))
     assert os.read(err_reader, 4096).count(b"standard output has no reader any more; the job continues") == 1
 
 
@@ -134,7 +134,7 @@ def test_closed_descriptors_are_survived() -> None:
     os.close(writer)
     console = Console(reader, writer)
     console.say("nobody")
-    assert console.close()
+    assert console.close(limit_s(20))
 
 
 def test_idle_costs_nothing(pipes: tuple[int, int, int, int]) -> None:
@@ -154,7 +154,7 @@ def test_idle_costs_nothing(pipes: tuple[int, int, int, int]) -> None:
         return switches() == before
 
     until(rests, "the thread to rest")
-    assert console.close()
+    assert console.close(limit_s(20))
 
 
 def test_a_process_with_a_blocked_console_still_ends() -> None:

@@ -47,14 +47,22 @@ class PipeConsole:
             self._threads.append(thread)
         return self
 
+    def collect(self) -> None:
+        """Nothing more is shown, and all that was is in `out` and `err` when this returns."""
+        assert self.console.close(limit_s(20))
+        self._end()
+
     def close(self) -> None:
         self.console.close(0.1)
-        for fd in self.writers:
-            os.close(fd)
-        for thread in self._threads:
-            thread.join()
+        self._end()
         for fd in self.readers:
             os.close(fd)
+
+    def _end(self) -> None:
+        while self.writers:
+            os.close(self.writers.pop())
+        for thread in self._threads:
+            thread.join()
 
     def _collect(self, reader: int, into: bytearray) -> None:
         while data := os.read(reader, 65_536):
@@ -246,7 +254,7 @@ def test_both_streams_into_one_pipe_stay_whole(tmp_path: Path) -> None:
             assert fd is not None
             os.write(fd, b"%s %d %s\n" % (name, step, b"." * 90))
     assert router.close(limit_s(5))
-    assert shared.close()
+    assert shared.close(limit_s(20))
     pipe.close()
     lines = bytes(pipe.out).splitlines()
     assert len(lines) == 4000
@@ -420,6 +428,7 @@ def test_a_worker_that_gets_a_rank_of_the_filter_is_shown_from_then_on(pipe: Pip
     node.write(1, b"leads now\n")
     until(lambda: written(node, 0).endswith(b"follows\n"), "the second lines")
     assert node.end()
+    pipe.collect()
     assert pipe.out == b"n1:100| leads\nn1:100| leads now\n"
 
 
@@ -437,7 +446,8 @@ def test_a_traceback_waits_for_its_verdict_while_the_next_attempt_is_opened(pipe
     assert fd is not None
     os.write(fd, b"again\n")
     assert node.end()
-    until(lambda: pipe.out.endswith(b"n1:100| again\n"), "the router to have done it")
+    pipe.collect()
+    assert pipe.out.endswith(b"n1:100| again\n")
     assert b"ValueError: 0" in pipe.err
     assert b"ValueError: 1" not in pipe.err
 
@@ -485,6 +495,7 @@ def test_a_disk_that_breaks_costs_a_console_that_is_behind_the_oldest_lines_and_
     node.router.end_attempt()
     pipe.read_on()
     assert node.end()
+    pipe.collect()
     # Where the bytes are missing, a line is in pieces.
     shown = bytes(pipe.out).replace(b"n1:100| ", b"").removesuffix(b"\n") + b"\n"
     head, note, tail = shown.partition(b"holdfast: ")
@@ -513,11 +524,13 @@ def test_a_slow_reader_is_waited_for(pipe: PipeConsole, tmp_path: Path) -> None:
     def read_slowly() -> None:
         while got.count(b"\n") < 4000:
             got.extend(os.read(pipe.readers[0], 32_768))
-            time.sleep(limit_s(0.02))
+            time.sleep(limit_s(0.1))
 
     reader = threading.Thread(target=read_slowly)
+    began = time.monotonic()
     reader.start()
-    assert node.router.close(limit_s(0.1))  # takes longer than that, but moves
+    assert node.router.close(limit_s(1))
+    assert time.monotonic() - began > limit_s(1), "it takes longer than that, but moves"
     reader.join()
 
 

@@ -18,6 +18,8 @@ from holdfast.supervisor import board as board_module
 from holdfast.supervisor.board import Board, Observer
 from tests.support.limits import limit_s
 
+pytestmark = pytest.mark.usefixtures("patient_looks")
+
 
 class Post:
     """An observer of one worker: this very process."""

@@ -33,6 +33,8 @@ from tests.supervisor.looks import (
 )
 from tests.support.limits import until
 
+pytestmark = pytest.mark.usefixtures("patient_looks")
+
 
 def test_one_that_sleeps_and_one_that_holds_the_lock(board: Board, start: Start, tmp_path: Path) -> None:
     processes = start(SLEEPS), start(HOLDS_THE_LOCK, 1)
@@ -665,8 +667,9 @@ def test_a_worker_whose_main_thread_waits_answers_which_collective_it_is_in(
 
 
 def test_a_worker_that_keeps_the_interpreters_lock_does_not_answer_and_has_its_stack(
-    board: Board, start: Start
+    board: Board, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stack_sampler_module, "RECORDED_S_MAX", 0.6)  # its answer is awaited in vain
     process = start(recorded(HOLDS_THE_LOCK))
     (sample,) = look(board, process)
     assert sample.collectives == ()

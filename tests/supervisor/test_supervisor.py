@@ -275,13 +275,19 @@ async def test_a_supervisor_that_is_killed_takes_its_workers_along_and_can_be_re
     assert (await output_of(bench, ["echo", "again"])) == "again\n"
 
 
-async def test_a_supervisor_whose_agent_does_not_listen_still_kills(bench: Any) -> None:
+async def test_a_supervisor_whose_agent_does_not_listen_still_kills(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SPAWN_CONFIRM_S_MAX", limit_s(60))
     bench.supervisor.spawn("a", ["sleep", "1000"])
     pid = (await bench.next(ProcessStarted)).pid
     supervisor = bench.supervisor
     asyncio.get_running_loop().remove_reader(supervisor.handle.sock)
     for number in range(600):  # more events than a socket holds
-        supervisor.kill_tree() if number == 599 else supervisor.spawn(f"x{number}", ["/nonexistent"])
+        if number == 599:
+            supervisor.kill_tree(confirm_s=limit_s(60))  # it confirms, and is not heard for a while
+        else:
+            supervisor.spawn(f"x{number}", ["/nonexistent"])
     await bench.until(lambda: not processes.is_alive(pid))
     asyncio.get_running_loop().add_reader(supervisor.handle.sock, supervisor._readable)
     kinds = []
@@ -355,7 +361,7 @@ async def test_time_in_which_the_agent_does_not_run_is_not_the_supervisors(bench
     bench.supervisor.spawn("a", ["sleep", "1000"])
     await bench.next(ProcessStarted)
     os.kill(bench.supervisor.handle.pid, signal.SIGSTOP)
-    confirm_s = limit_s(0.3)
+    confirm_s = limit_s(1)
     bench.supervisor.kill_tree(confirm_s=confirm_s)
     time.sleep(1.2 * confirm_s)  # noqa: ASYNC251 - nothing of this process runs meanwhile
     os.kill(bench.supervisor.handle.pid, signal.SIGCONT)
@@ -421,7 +427,7 @@ def test_nothing_outlives_the_agent(tmp_path: Path, signum: signal.Signals) -> N
     assert Path(f"/proc/{supervisor}/comm").read_text() == "hf-supervisor\n"
     agent.send_signal(signum)
     try:
-        until(lambda: not [pid for pid in everyone if processes.is_alive(pid)], "the end of all", 1.0)
+        until(lambda: not [pid for pid in everyone if processes.is_alive(pid)], "the end of all")
     finally:
         for pid in filter(processes.is_alive, everyone):
             os.kill(pid, signal.SIGKILL)
@@ -449,22 +455,28 @@ async def test_terminal_signals_do_not_end_the_supervisor(bench: Any) -> None:
 
 
 OF_ANOTHER_USER = """
-import asyncio, signal
-from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SupervisorClient
+import asyncio, os, signal
+from holdfast.supervisor.client import ProcessStarted, SupervisorClient
 from holdfast.supervisor.supervisor import exec_supervisor
 
 
 async def main():
     events = asyncio.Queue()
     supervisor = SupervisorClient(exec_supervisor(()), events.put_nowait)
-    supervisor.spawn("a", ["setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", "echo up; sleep 2"])
+    (up, says_up), (hears, go) = os.pipe(), os.pipe()
+    line = ["setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", "echo up; read go"]
+    supervisor.spawn("a", line, fds={0: hears, 1: says_up})
+    os.close(says_up)
     supervisor.spawn("b", ["sleep", "1000"])
     for _ in range(2):
         assert isinstance(await events.get(), ProcessStarted)
-    await asyncio.sleep(0.5)
+    os.read(up, 3)  # it is of another user now
     supervisor.signal("a", signal.SIGTERM)
     supervisor.signal("b", signal.SIGTERM)
-    print([((each := await events.get()).key, each.exit_code) for _ in range(2)])
+    ended = [await events.get()]
+    os.write(go, b"\\n")
+    ended.append(await events.get())
+    print([(each.key, each.exit_code) for each in ended])
     await supervisor.close()
 
 

@@ -292,8 +292,7 @@ async def parked(preloaded: Any, *modules: str, standby: int = 2, **more: Any) -
     """A first worker has run; pids of the standbys that came then."""
     preloaded.start_fork_server(*modules, standby=standby, **more)
     preloaded.spawn("first")
-    await preloaded.end_of("first")
-    preloaded.parked = ()
+    await preloaded.end_of("first")  # on a busy machine they may come before its end is told
     await preloaded.until(lambda: len(preloaded.parked) == standby)
     return preloaded.parked
 

@@ -85,9 +85,9 @@ def test_who_does_not_come_is_named() -> None:
         Peers.meeting(store, 0, 2, 0.2)
 
 
-@pytest.mark.usefixtures("little_patience")
-def test_everybody_is_told_who_is_silent() -> None:
+def test_everybody_is_told_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hangs is named on the others, too, though these have waited for rank 0 alone."""
+    monkeypatch.setattr("holdfast.train.agreement.RANK_0_FIRST_S", limit_s(1))
 
     def talk(peers: Peers) -> Any:
         if peers.rank == 2:
@@ -96,14 +96,10 @@ def test_everybody_is_told_who_is_silent() -> None:
             peers.all_gather("x")
         return str(told.value)
 
-    assert together(dist.HashStore(), talk, limit_s(0.1))[2] == "hangs"
+    assert together(dist.HashStore(), talk, limit_s(1))[2] == "hangs"
+    monkeypatch.setattr("holdfast.train.agreement.RANK_0_FIRST_S", 0.2)
     with pytest.raises(SnapshotIncompleteError, match="rank 0 sent nothing"):
         Peers.meeting(dist.HashStore(), 1, 2, 0.2)
-
-
-@pytest.fixture
-def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.agreement.RANK_0_FIRST_S", limit_s(0.2))
 
 
 class Rank:

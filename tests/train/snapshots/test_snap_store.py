@@ -458,12 +458,12 @@ def test_a_rank_that_cannot_stage_its_part_is_not_waited_for(url: str, tmp_path:
 
 
 def test_a_killed_saver_leaves_an_attempt_that_the_next_life_clears(url: str, proxy: FaultyProxy) -> None:
-    begun = threading.Event()
+    begun, killed = threading.Event(), threading.Event()
 
     def hold(method: str, path: str) -> str:
         if method == "PUT" and rank_file(0) in path:
             begun.set()
-            time.sleep(0.5)
+            killed.wait(limit_s(60))
         return ""
 
     bench = RemoteBench(url)
@@ -472,6 +472,7 @@ def test_a_killed_saver_leaves_an_attempt_that_the_next_life_clears(url: str, pr
         bench.persist(2, 12 << 20)
         assert begun.wait(limit_s(60))
         os.kill(bench.saver, 9)
+        killed.set()
         until(lambda: bench.client._receive() or not bench.client.busy, "its end is seen")
         with pytest.raises(SnapshotError):
             bench.client.check()
@@ -483,4 +484,5 @@ def test_a_killed_saver_leaves_an_attempt_that_the_next_life_clears(url: str, pr
         bench.client.wait()
         assert newest(url).step == 4
     finally:
+        killed.set()
         bench.close()
