@@ -91,8 +91,13 @@ def test_demo(jobs: WarmJobs, tmp_path: Path) -> None:
     done = jobs.run(EXAMPLES / "demo.py", "--module", "launcher", cwd=tmp_path, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"step 126: kill -9 \d+ \(rank 1\)", done.stdout), done.stdout
-    assert re.search(r"going on after epoch 5, step 115", done.stdout), done.stdout
-    assert re.search(r"Lost: [\d.]+ s; 11 steps were done again", done.stdout), done.stdout
+    # Usually after epoch 5, step 115. Where the demo is slow to read what is printed, a later epoch ends before its kill.
+    found = re.search(r"going on after epoch (\d+), step (\d+)", done.stdout)
+    assert found, done.stdout
+    epoch, step = map(int, found.groups())
+    assert epoch >= 5
+    assert step == 23 * epoch
+    assert re.search(rf"Lost: [\d.]+ s; {126 - step} steps were done again", done.stdout), done.stdout
     assert re.search(r"exit code 0, test accuracy 0\.9[5-9]", done.stdout), done.stdout
 
 

@@ -167,6 +167,14 @@ class JobAgents:
         if conf:
             self.args += ("--rdzv-conf", conf)
 
+    def change(self, text: str) -> None:
+        """Agents that are started from now on are `holdfast run` after this change of holdfast."""
+        program = self.folder / "program.py"
+        program.write_text(
+            f"import sys\nfrom holdfast import cli\n{text}\nsys.exit(cli.main(['run', *sys.argv[1:]]))\n"
+        )
+        self.launcher = (sys.executable, str(program))
+
     def start(
         self, number: int, *more: str | Path, env: Mapping[str, str] | None = None, script: Path | None = None
     ) -> Agent:

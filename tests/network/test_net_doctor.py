@@ -17,8 +17,11 @@ from tests.support.documents import checked
 from tests.support.limits import limit_s, until
 
 END_S_MAX = 60.0
-TIMEOUT_S = round(limit_s(2))
-"""Of a check to which somebody does not come; those who do come have to be there by then."""
+TIMEOUT_S = round(limit_s(15))
+"""Of a check to which all come: also the slowest is there by then."""
+WAITED_S = round(limit_s(3))
+"""Of a check to which somebody does not come, so that all of this time passes; those who do come are there by then. Those
+that the endpoint's node waits for are started before it: its time begins when it listens."""
 LINE = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29400", "--rdzv-id", "check")
 OF_THE_MACHINE = {"HF510", "HF511", "HF514", "HF515", "HF516", "HF530", "HF563", "HF564"}
 """What the machine that runs the tests may well have, and how quick it is just now."""
@@ -160,7 +163,7 @@ def test_a_firewall_that_opens_the_endpoint_alone_is_found_one_way(consult) -> N
 
 def test_a_node_that_does_not_come_is_missed(consult) -> None:
     doctors: Consultation = consult(3)
-    doctors.call_all((1, 2), "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
+    doctors.call_all((2, 1), "--timeout", str(WAITED_S), "--all-reduce", "off")
     for number in (1, 2):
         told = doctors.answer(number)
         assert told["level"] == "retry"
@@ -171,12 +174,12 @@ def test_a_node_that_does_not_come_is_missed(consult) -> None:
 def test_a_node_that_cannot_reach_the_endpoint_says_so(consult) -> None:
     doctors: Consultation = consult(3)
     doctors.hosts.partition([1], [3])
-    doctors.call_all((1, 2, 3), "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
+    doctors.call_all((3, 2, 1), "--timeout", str(WAITED_S), "--all-reduce", "off")
     assert problems(doctors.answer(2)) == {"HF550": "2 of 3 joined: node1, node2"}
     told = doctors.answer(3)
     assert told["level"] == "fatal"
     assert set(problems(told)) == {"HF551"}
-    assert f"no answer at node1:29400 within {TIMEOUT_S} s: 10.77.0.1: no answer" in problems(told)["HF551"]
+    assert f"no answer at node1:29400 within {WAITED_S} s: 10.77.0.1: no answer" in problems(told)["HF551"]
 
 
 def test_different_versions_of_torch_and_a_name_that_means_something_else_are_named(consult) -> None:
@@ -196,8 +199,8 @@ def test_different_versions_of_torch_and_a_name_that_means_something_else_are_na
 
 def test_another_token_and_a_job_at_the_endpoint_are_told_apart(consult) -> None:
     doctors: Consultation = consult(2)
-    doctors.call(1, "--timeout", str(TIMEOUT_S), env={**doctors.torch("2.13.0"), "HOLDFAST_TOKEN": "one"})
     doctors.call(2, "--timeout", str(TIMEOUT_S), env={**doctors.torch("2.13.0"), "HOLDFAST_TOKEN": "another"})
+    doctors.call(1, "--timeout", str(WAITED_S), env={**doctors.torch("2.13.0"), "HOLDFAST_TOKEN": "one"})
     told = doctors.answer(2)
     assert "HF552" in problems(told), told
     assert "token" in problems(told)["HF552"]
@@ -248,8 +251,9 @@ def test_a_host_name_that_means_loopback_breaks_the_all_reduce_and_its_fix_mends
         trap = doctors.hosts.phone_book().replace(f"{host.v4} {host.name}\n", f"127.0.1.1 {host.name}\n")
         host.hosts_file.write_text(trap)
     line = ("--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400")
+    # The ranks have to have imported torch by then, and the first ones wait for each other until then.
     for fix, level, timeout in (
-        ({}, "fatal", str(round(limit_s(3)))),
+        ({}, "fatal", str(round(limit_s(6)))),
         ({"GLOO_SOCKET_IFNAME": "eth0"}, "pass", str(round(limit_s(30)))),
     ):
         doctors.call_all((1, 2), *line, "--timeout", timeout, env={**doctors.torch_to_reduce_with(), **fix})

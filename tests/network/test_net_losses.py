@@ -74,7 +74,7 @@ def test_unplugged_node_stops_before_the_others_go_on_and_comes_back(job_agents)
 def test_what_is_shorter_than_the_fence_costs_nothing(job_agents) -> None:
     """A cable that is in and out, never out for as long as the fence, and a network that loses a tenth of all packets:
     nobody is taken for lost. That the job ends well by the coordinator shows that every node still has its link."""
-    job, first = three(job_agents, "3", f"lease={limit_s(3):g}")
+    job, first = three(job_agents, "3", f"lease={limit_s(10):g}")
     for _ in range(3):
         job.hosts.unplug(2)
         time.sleep(0.7)

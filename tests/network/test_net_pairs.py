@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.network.job_agents import LONG_LEASE, JobAgents
-from tests.support.limits import until
+from tests.support.limits import limit_s, until
 
 FAKE_TORCH = """
 __version__ = "2.13.0"
@@ -17,11 +17,25 @@ class distributed:
 class version:
     cuda = None
 """
-RATE = "5mbit"
+USUAL, SLOW = "20mbit", "1mbit"
+"""Rates of nodes and links, so far below what the machine can do that they do not depend on its load."""
+PATIENT = f"""
+import functools
+from holdfast.cli import resolve
+from holdfast.extensions.health import node, pair_measure, pair_rounds, preflight
+pair_measure.ROUND_S = pair_rounds.ROUND_S = {limit_s(1)}
+pair_rounds.ANSWER_S_MAX = {limit_s(20)}
+preflight.TORCH_S_MAX = {limit_s(20)}
+node.OnNode.__init__.__defaults__ = ({limit_s(90)}, node.AGAIN_FIRST_S)
+node.UNFIT_S_MAX = {limit_s(140)}
+resolve.Limits = functools.partial(resolve.Limits, prepare_s={limit_s(150)})
+"""
+"""A slow machine has time for each round, for the answers, and for the health command that waits for the spare."""
 
 
 def start(job: JobAgents, numbers: tuple[int, ...], *more: str) -> None:
     """Start nodes whose preflight finds a torch that is imported quickly."""
+    job.change(PATIENT)
     package = job.folder / "fake" / "torch"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(FAKE_TORCH)
@@ -47,7 +61,8 @@ def hosts_of(members: list[str]) -> list[str]:
 
 def test_a_node_whose_network_is_slow_is_parked_and_the_spare_takes_its_place(job_agents) -> None:
     job: JobAgents = job_agents(5)
-    job.hosts.slow_node(3, RATE)
+    job.hosts.slow(USUAL)
+    job.hosts.slow_node(3, SLOW)
     # The spare is there before anything is measured.
     start(job, (1, 2, 3, 4), "--health-command", f"sh -c 'while [ ! -e {job.folder}/go ]; do sleep 0.1; done'")
     until(lambda: len(noted(job, "coordinator.joined")) == 4, job.story)
@@ -66,7 +81,8 @@ def test_a_node_whose_network_is_slow_is_parked_and_the_spare_takes_its_place(jo
 
 def test_a_link_that_is_slow_is_named_and_the_job_trains_without_a_spare(job_agents) -> None:
     job: JobAgents = job_agents(4)
-    job.hosts.slow_link(2, 3, RATE)
+    job.hosts.slow(USUAL)
+    job.hosts.slow_link(2, 3, SLOW)
     start(job, (1, 2, 3, 4))
     job.trains([1, 2, 3, 4])
     found = [sorted(hosts_of(each["members"])) for each in noted(job, "coordinator.slow_network")]

@@ -26,6 +26,9 @@ from tests.network.job_agents import (
 )
 from tests.support.limits import limit_s
 
+TOGETHER = f"{LONG_LEASE},settle={limit_s(10):g}"
+"""All nodes are in the first generation, however late the last one comes. Nothing waits for it: with all of them it is
+formed at once, and a successor knows how many are left."""
 FOUNDED_S = 5.0
 """A node that is enough for the job trains well before this time."""
 
@@ -80,7 +83,7 @@ def test_the_snapshot_folder_of_a_lost_rank_0_is_taken_at_once(job_agents) -> No
     """Its node dies with the coordinator, so nobody gives the folder back. The job is the same one for the successor."""
     job: JobAgents = job_agents(3)
     job.script.write_text(TAKES_THE_FOLDER + WORKER)
-    job.c10d("2:3", conf=LONG_LEASE)
+    job.c10d("2:3", conf=TOGETHER)
     job.start_all([1, 2, 3])
     first = job.trains([1, 2, 3])
     assert first.place("node1") == [0]
@@ -305,7 +308,7 @@ ASKED = WORKER.replace(
     "    note()\n",
     """    if should_stop():
         open(SITE + "/asked", "w").close()
-        for _ in range(20):
+        while not os.path.exists(SITE + "/saved"):
             note()
             time.sleep(0.05)
         sys.exit(0)
@@ -316,14 +319,14 @@ ASKED = WORKER.replace(
         raise ValueError("broken on purpose")
 """,
 ).replace("\n\ndef note", "\nfrom holdfast.worker import beat, should_stop\n\ndef note")
-"""It makes steps, fails when it is asked to, and takes a second to save when it has to stop."""
+"""It makes steps, fails when it is asked to, and saves until the test says that it is done when it has to stop."""
 
 
 def commanded(job_agents, count: int, *more: str) -> JobAgents:
     """A job of ASKED whose nodes do not see each other's agents, as on real machines."""
     job: JobAgents = job_agents(count)
     job.script.write_text(ASKED)
-    job.c10d(f"1:{count}", conf=f"{LONG_LEASE},settle={limit_s(2):g}")
+    job.c10d(f"1:{count}", conf=TOGETHER)
     job.args += more
     numbers = list(range(1, count + 1))
     for number in numbers:
@@ -391,6 +394,8 @@ def test_the_coordinator_is_killed_while_the_next_voter_leaves(job_agents) -> No
     until((job.folder / "asked").exists, job.story)
     since_s = time.monotonic()
     job.hosts[1].kill()
+    until(lambda: coordinators(job), job.story)
+    (job.folder / "saved").touch()
     job.trains([3, 4], since_s)
     assert coordinators(job) == ["node3"]
     assert job.agents[1].end() == 75
@@ -405,6 +410,8 @@ def test_the_coordinator_is_killed_while_the_job_is_stopped(job_agents) -> None:
         agent.signal(signal.SIGTERM)
     until((job.folder / "asked").exists, job.story)
     job.hosts[1].kill()
+    until(lambda: all(journal(agent, "agent.link_lost") for agent in job.agents[1:]), job.story)
+    (job.folder / "saved").touch()
     assert [agent.end() for agent in job.agents[1:]] == [75, 75]
     assert len(job.generations) == 1
     job.check()
@@ -413,7 +420,7 @@ def test_the_coordinator_is_killed_while_the_job_is_stopped(job_agents) -> None:
 @pytest.mark.parametrize("event", ["coordinator.assigned", "coordinator.started"])
 def test_the_coordinator_is_killed_while_the_first_generation_begins(job_agents, event: str) -> None:
     job: JobAgents = job_agents(3)
-    job.c10d("2:3", conf=LONG_LEASE)
+    job.c10d("2:3", conf=TOGETHER)
     job.start_all([1, 2, 3])
 
     def begun() -> bool:

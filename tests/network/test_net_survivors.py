@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.linux import process_stat
 from tests.network.job_agents import Agent, JobAgents, until
+from tests.support.limits import limit_s
 from tests.warm import ON_CPU, Warm
 from tests.warm_jobs import WarmJobs
 
@@ -112,6 +113,10 @@ def hosts_of_a_job(job_agents: Any, warm_jobs: WarmJobs, monkeypatch: pytest.Mon
     return made
 
 
+SETTLE = f"settle={limit_s(10):g}"
+"""All nodes are in the first generation, however late the last one comes: then it is formed at once."""
+
+
 class Done(NamedTuple):
     """One rank has done a step."""
 
@@ -133,7 +138,7 @@ class Job:
     def __init__(self, job_agents: JobAgents, conf: str = "") -> None:
         self.job_agents = job_agents
         self.job_agents.script.write_text(SCRIPT)
-        self.job_agents.c10d("1:3", conf=conf)
+        self.job_agents.c10d("1:3", conf=f"{conf},{SETTLE}" if conf else SETTLE)
         self.agents = self.job_agents.start_all([1, 2, 3])
         self.until(lambda: {each.host for each in self.of(3) if each.step > 20} == {"node1", "node2", "node3"})
         self.pids = {each.host: each.pid for each in self.of(3)}
@@ -231,7 +236,8 @@ class ShardedJob(Job):
     def __init__(self, job_agents: JobAgents, numbers: Sequence[int], ranks: int, **env: str) -> None:
         self.job_agents = job_agents
         self.job_agents.script.write_text(SHARDED)
-        self.job_agents.c10d("1:3")
+        # A newcomer has room once a node is lost.
+        self.job_agents.c10d(f"1:{len(numbers)}", conf=SETTLE)
         self.ranks, self.env = ranks, env
         self.agents = [self.start(number) for number in numbers]
         self.world = len(numbers) * ranks

@@ -353,10 +353,10 @@ class JobFolder:
             lambda: "\n".join(agent.text for agent in self.agents),
         )
 
-    def all_gone(self, limit_s: float = 1.0) -> None:
-        """No process that ever left a note is alive."""
+    def all_gone(self) -> None:
+        """Wait until no process that ever left a note is alive."""
         pids = {each["pid"] for each in self.trail()} | {each["child"] for each in self.trail("child")}
-        until(lambda: not any(map(is_alive, pids)), lambda: f"alive: {[pid for pid in pids if is_alive(pid)]}", limit_s)
+        until(lambda: not any(map(is_alive, pids)), lambda: f"alive: {[pid for pid in pids if is_alive(pid)]}", 10.0)
 
     def close(self) -> None:
         """End what a test has left running."""

@@ -309,7 +309,7 @@ raise RuntimeError(f"[gloo/transport/tcp/pair.cc:553] Connection closed by peer 
 
 def test_no_dedup_shows_all(job_folder) -> None:
     script = job_folder.script(
-        "meet()\nprint('loading', flush=True)\nif RANK == 1: raise ValueError('bad shape')\nhold()"
+        "meet()\nprint('loading', flush=True)\nmeet('printed')\nif RANK == 1: raise ValueError('bad shape')\nhold()"
     )
     agent = job_folder.ends(1, "--standalone", "--no-dedup", "--nproc-per-node", "4", script)
     assert agent.text.count("| loading\n") == 4
@@ -380,7 +380,10 @@ while not (asleep := notes("asleep")): time.sleep(0.01)
 while " S " not in open(f"/proc/{asleep[0]['pid']}/stat").read(): time.sleep(0.01)
 raise RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 500ms for recv operation to complete")
 """
-    code, agent = job_folder.run("--standalone", "--nproc-per-node", "2", job_folder.script(body))
+    # The stop waits as long as the evidence and the stacks take on a slow machine.
+    change = "from holdfast.coordinator import stop_delay\nstop_delay.EVIDENCE_S = stop_delay.PLACES_S = 60.0"
+    line = ("--standalone", "--nproc-per-node", "2", job_folder.script(body))
+    code, agent = job_folder.run(*line, program=job_folder.changed(change))
     verdict = agent.verdict["verdict"]
     assert (code, agent.verdict["code"], verdict["culprit"]["rank"]) == (1, "HF209", 1), agent.text
     assert "rank 1 on " in verdict["cause"]

@@ -18,6 +18,8 @@ from tests.processes.conftest import JobFolder
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed: pip install 'holdfast[otel]'")
 
 STANDALONE = ("--standalone", "--nproc-per-node=2")
+PATIENT = "from holdfast.extensions.otel import exporter\nexporter.CLOSE_S_MAX = 120.0"
+"""The end of the job waits for the last spans, however slow the machine is."""
 FAILS_ONCE = "meet()\nif ROUND == 0:\n    raise ValueError('a bad batch') if RANK == 1 else hold()"
 
 
@@ -77,9 +79,8 @@ def receiver() -> Iterator[Receiver]:
 def test_each_generation_is_a_span_with_what_ended_it_and_what_it_restarted(
     job_folder: JobFolder, receiver: Receiver
 ) -> None:
-    job_folder.ends(
-        0, *STANDALONE, "--max-restarts=1", "--rdzv-id=r", "--otel", receiver.url, job_folder.script(FAILS_ONCE)
-    )
+    line = (*STANDALONE, "--max-restarts=1", "--rdzv-id=r", "--otel", receiver.url, job_folder.script(FAILS_ONCE))
+    job_folder.ends(0, *line, program=job_folder.changed(PATIENT))
     first, second, run = receiver.spans
     assert [each.name for each in receiver.spans] == ["generation 1", "generation 2", "run"]
     assert set(receiver.paths) == {"/v1/traces"}
@@ -105,7 +106,8 @@ def test_each_generation_is_a_span_with_what_ended_it_and_what_it_restarted(
 def test_a_job_that_fails_is_a_run_with_an_error(job_folder: JobFolder, receiver: Receiver) -> None:
     env = {"OTEL_SERVICE_NAME": "bert", "OTEL_RESOURCE_ATTRIBUTES": "team=a"}
     script = job_folder.script("raise ValueError('a bad batch')")
-    agent = job_folder.ends(1, *STANDALONE, f"--otel={receiver.url}/taken/here", script, env={**os.environ, **env})
+    line = (*STANDALONE, f"--otel={receiver.url}/taken/here", script)
+    agent = job_folder.ends(1, *line, env={**os.environ, **env}, program=job_folder.changed(PATIENT))
     generation, run = receiver.spans
     for span in (generation, run):
         assert values(span.attributes)["holdfast.end.code"] == "HF201"

@@ -295,7 +295,7 @@ def test_an_oserror_in_a_callback_ends_the_agent(job_folder, endpoint: str, gues
 
 
 HOUR_S = 3600.0
-LEASE_S = limit_s(1.5)
+LEASE_S = limit_s(4)
 
 SITECUSTOMIZE = f"""
 import os, time

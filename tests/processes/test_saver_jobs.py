@@ -120,7 +120,7 @@ def test_a_killed_agent_leaves_no_process_and_no_file(job_folder) -> None:
     saver = saver_of(place)
     agent.signal(signal.SIGKILL)
     job_folder.all_gone()
-    until(lambda: not is_alive(saver) and not place.exists(), "saver and slots are gone", 1.0)
+    until(lambda: not is_alive(saver) and not place.exists(), "saver and slots are gone", 10.0)
 
 
 def test_what_a_killed_agent_and_supervisor_left_goes_with_the_next_start(job_folder) -> None:
@@ -136,7 +136,7 @@ def test_what_a_killed_agent_and_supervisor_left_goes_with_the_next_start(job_fo
     os.kill(supervisor, signal.SIGKILL)
     agent.signal(signal.SIGKILL)
     job_folder.all_gone()
-    until(lambda: not is_alive(saver), "the saver is gone", 1.0)
+    until(lambda: not is_alive(saver), "the saver is gone", 10.0)
     job_folder.ends(0, *ONE, job_folder.script("note('second')", "second.py"))
     assert not place.exists()
     assert snapshots(job_folder) == [5]

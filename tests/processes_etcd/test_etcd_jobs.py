@@ -7,7 +7,7 @@ import time
 
 from tests.processes.conftest import is_alive
 from tests.processes_etcd.conftest import LOOK_EVERY_S, Etcd
-from tests.processes_etcd.jobs import BOTH, LEASE_S, UNTIL_TOLD, by, finish, hosts, keys, started
+from tests.processes_etcd.jobs import BOTH, LEASE_S, LEASE_S_MAX, UNTIL_TOLD, by, finish, hosts, keys, started
 from tests.support.limits import limit_s, until
 
 
@@ -64,7 +64,7 @@ def test_a_leader_that_slept_is_fenced(job_folder, etcd) -> None:
 def test_etcd_changes_its_leader_and_no_worker_notices(job_folder, etcd_cluster) -> None:
     etcd = etcd_cluster
     script = job_folder.script(UNTIL_TOLD)
-    args = by("etcd", etcd.endpoint, "2", f"endpoints={etcd.endpoints}")
+    args = by("etcd", etcd.endpoint, "2", f"endpoints={etcd.endpoints}", f"lease_ttl={LEASE_S}")
     agents = [job_folder.start(*args, script) for _ in range(2)]
     job_folder.wait(2, "up", world=2)
     etcd.kill(etcd.leader())
@@ -147,7 +147,7 @@ def test_passwords(job_folder, etcd_without_v2) -> None:
 # --- all of etcd is away for longer than the lease, in the middle of a job, and comes back ----------------------------
 
 
-OUTAGE_LEASE_S = round(limit_s(1))
+OUTAGE_LEASE_S = min(LEASE_S_MAX, round(limit_s(4)))
 
 
 def living(job_folder) -> dict[str, set[int]]:
