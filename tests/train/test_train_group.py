@@ -329,6 +329,28 @@ def test_what_somebody_else_put_there_since_stays(monkeypatch: pytest.MonkeyPatc
     assert torch.save is theirs
 
 
+def test_models_and_stores_of_earlier_worlds_are_let_go() -> None:
+    """A function in ht.survive makes its model again after each regroup, and each world has its own store."""
+
+    class Searching(nn.Linear):
+        find_unused_parameters = True
+
+    guard = guards.Guards(0, 2, dist.HashStore())
+    let_go = []
+    with guard.connected():
+        for _ in range(3):
+            model, store = Searching(2, 2), dist.HashStore()
+            guard.renew(mistakes.SharedFacts(0, 2, store))
+            guard.watch(model)
+            assert model._forward_hooks
+            let_go += [weakref.ref(model), weakref.ref(guard._board)]
+        gc.collect()
+        assert [each() is None for each in let_go] == [True] * 4 + [False] * 2
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not model.weight._post_accumulate_grad_hooks
+
+
 class BrokenStore:
     """Its host is gone."""
 

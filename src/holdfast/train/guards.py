@@ -23,13 +23,14 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.train import torch_private
 from holdfast.train.mistakes import LoneSave, LossDiffers, NoSync, SharedFacts, StaleEpoch, Unused
@@ -46,15 +47,22 @@ def enabled() -> bool:
     return os.environ.get(VARIABLE, "1").strip().lower() not in ("0", "false", "off", "no")
 
 
+class _Watched(NamedTuple):
+    """What watches one model."""
+
+    passes: NoSync
+    hooks: tuple[RemovableHandle, ...]
+
+
 class Guards:
     """The guards of one process group. All calls come from the thread that trains."""
 
     def __init__(self, rank: int, world: int, store: Any) -> None:
         self._warned: set[str] = set()
         self._steps = 0
-        self._models: weakref.WeakKeyDictionary[nn.Module, NoSync] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
+        """Weak: a function in ht.survive may make another model after each regroup."""
         self._unused: list[Unused] = []
-        self._hooks = contextlib.ExitStack()
         self._epochs = StaleEpoch(self._warn_for_all)
         self.renew(SharedFacts(rank, world, store))
 
@@ -86,12 +94,19 @@ class Guards:
     def connected(self) -> Iterator[None]:
         """Connect the guards to torch for the block."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._hooks)
+            stack.callback(self._unhook)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             stack.enter_context(self._sampler_noted())
             if self._board.world > 1:
                 stack.enter_context(self._save_noted())
             yield
+
+    def _unhook(self) -> None:
+        for watched in list(self._models.values()):
+            for handle in watched.hooks:
+                handle.remove()
+        for each in self._unused:
+            each.remove_hooks()
 
     @contextlib.contextmanager
     def _sampler_noted(self) -> Iterator[None]:
@@ -127,16 +142,12 @@ class Guards:
         """Watch the passes of this DDP or FSDP2 model, too. A second call does nothing."""
         if self._board.world == 1 or model in self._models:
             return
-        self._models[model] = NoSync(self._warn_for_all)
         if getattr(model, "find_unused_parameters", False) and not getattr(model, "static_graph", False):
-            unused = Unused(self._warn, self._board, model)
-            self._unused.append(unused)
-            self._hooks.callback(unused.remove_hooks)
+            self._unused.append(Unused(self._warn, self._board, model))
         # Ours comes first of all hooks: FSDP2's own begins with a collective.
         before = model.register_forward_pre_hook(_before_forward, prepend=True)
         after = model.register_forward_hook(_after_forward)
-        self._hooks.callback(before.remove)
-        self._hooks.callback(after.remove)
+        self._models[model] = _Watched(NoSync(self._warn_for_all), (before, after))
 
     # --- what happens --------------------------------------------------------------------------------------------
 
@@ -147,12 +158,12 @@ class Guards:
     def after_forward(self, model: nn.Module, output: Any) -> None:
         watched = self._models.get(model)
         if watched is not None:
-            watched.forward(model, output)
+            watched.passes.forward(model, output)
 
     def _after_optimizer(self, _optimizer: Any, _arguments: Any, _keywords: Any) -> None:
         self._steps += 1
         for watched in self._models.values():
-            watched.optimizer_stepped()
+            watched.passes.optimizer_stepped()
         self._unused = [each for each in self._unused if not each.optimizer_stepped()]
         self._saves.optimizer_stepped()
 
