@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 
 from holdfast.protocol.errors import EnvironmentValueError, PlatformError, RendezvousConfigError
+from holdfast.text import PASSWORD_IN_URL
 
 DESCRIPTORS_WANTED = 65_536
 """The soft limit of open files if the hard one allows it: a coordinator has a link to each of thousands of agents."""
@@ -175,8 +176,8 @@ def weakness(secret: bytes) -> str:
 
 
 _MAY_HOLD_ONE = {
-    "PET_RDZV_CONF": re.compile(r"(?:^|,)\s*password="),
-    "PET_RDZV_ENDPOINT": re.compile(r"://[^/@\s]*:[^/@\s]+@"),
+    "PET_RDZV_CONF": re.compile(r"(?:^|,)\s*password\s*="),
+    "PET_RDZV_ENDPOINT": PASSWORD_IN_URL,
 }
 """Variables that may hold etcd's password."""
 

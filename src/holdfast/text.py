@@ -106,7 +106,11 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-_PASSWORD, _IN_URL = re.compile(r"(?<=password=)[^,]*"), re.compile(r"(?<=://)[^/@\s,]*@")
+_PASSWORD, _IN_URL = re.compile(r"(password\s*=)[^,]*"), re.compile(r"(?<=://)[^/@\s,]*@")
+
+
+PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+"""A password in an address: `http://u:secret@etcd:2379`."""
 
 
 def without_passwords(value: str) -> str:
@@ -114,8 +118,10 @@ def without_passwords(value: str) -> str:
 
     >>> without_passwords("user=u,password=secret,timeout=3"), without_passwords("http://u:secret@etcd:2379")
     ('user=u,password=***,timeout=3', 'http://***@etcd:2379')
+    >>> without_passwords("user = u, password = secret")
+    'user = u, password =***'
     """
-    return _IN_URL.sub("***@", _PASSWORD.sub("***", value))
+    return _IN_URL.sub("***@", _PASSWORD.sub(r"\1***", value))
 
 
 def is_loopback(host: str) -> bool:

@@ -113,7 +113,25 @@ COMMANDS = {
     "cwd": "cwd = '/opt/other'",
     "env": "env = 'SECRET_*'",
     "no-python": "no-python = true",
+    "rdzv-endpoint": "rdzv-endpoint = 'elsewhere:29400'",
+    "master-addr": "master-addr = 'elsewhere'",
+    "otel": "otel = 'http://elsewhere:4318'",
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"drain-timeout = 1{'0' * 400}", "too large a number"),
+        (f"max-restarts = 1{'0' * 30}", "too large a number"),
+        (f"max-restarts = 1{'0' * 5000}", "is not TOML: Exceeds the limit"),
+        (f"hosts = {'[' * 3000}{']' * 3000}", "is not TOML: it is nested too deeply"),
+    ],
+)
+def test_numbers_and_nesting_without_an_end_are_refused(text: str, said: str) -> None:
+    own(text)
+    with pytest.raises(ConfigFileError, match=said):
+        parsed()
 
 
 @needs_root
@@ -483,7 +501,7 @@ def test_not_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['rdzv-conf = "user=me,password=hush"', '[rdzv-conf]\npassword = "hush"', 'rdzv-endpoint = "http://me:hush@h"'],
+    ['rdzv-conf = "user=me, password = hush"', '[rdzv-conf]\npassword = "hush"', 'rdzv-endpoint = "http://me:hush@h"'],
 )
 def test_a_password_is_for_its_owner_alone(text: str) -> None:
     path = own(text)

@@ -202,6 +202,11 @@ PARTS = [
     ("--nproc-per-node auto train.py", {}, ["workers here  2, one per gpu (NVML)"]),
     ("--nproc-per-node gpu train.py", {"CUDA_VISIBLE_DEVICES": "1"}, ["1, one per gpu (1 of 2 by NVML and CUDA"]),
     ("--nproc-per-node 2 train.py", {"OMP_NUM_THREADS": "9"}, ["OMP_NUM_THREADS=9, already set"]),
+    (
+        "--virtual-local-rank --nproc-per-node 2 train.py",
+        {"HIP_VISIBLE_DEVICES": "4,6"},
+        ["  HIP_VISIBLE_DEVICES=4", "  HIP_VISIBLE_DEVICES=6"],
+    ),
     ("--virtual-local-rank --nproc-per-node 2 train.py", {}, ["  CUDA_VISIBLE_DEVICES=0", "  CUDA_VISIBLE_DEVICES=1"]),
     ("--log-dir /dev/null train.py", {}, ["logs          no files", "TORCHELASTIC_ERROR_FILE=\n"]),
     ("train.py", {"HOLDFAST_TOKEN": "hush"}, ["token         yes"]),

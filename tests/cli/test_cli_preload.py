@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 from collections.abc import Collection
 from pathlib import Path
@@ -15,6 +17,7 @@ from holdfast.cli.program import decide
 from holdfast.cli.resolve import is_installed, resolve
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.options import CommandKind, Preload, WorkerCommand
+from holdfast.supervisor.worker_command import script_hash
 
 REDUCES = ("numpy", "torch")
 TRAINS = ("numpy", "torch", "torch._dynamo")
@@ -246,3 +249,21 @@ def test_it_is_known_whatever_is_preloaded(wish: str) -> None:
     Path("train.py").write_text("#!/usr/bin/env python3\nimport torch")
     Path("train.py").chmod(0o755)
     assert not brings("--no-python", "./train.py")
+
+
+def test_a_script_from_a_pipe_is_left_to_the_worker(tmp_path: Path) -> None:
+    """What the launcher read would be lost."""
+    path = tmp_path / "train.py"
+    os.mkfifo(path)
+    command = WorkerCommand(kind=CommandKind.SCRIPT, target=str(path))
+    assert decide(command, restarts=True).why == "train.py is not a regular file"
+    assert script_hash(command) == ""
+
+
+def test_a_module_in_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    command = WorkerCommand(kind=CommandKind.MODULE, target="json.tool", python=sys.executable)
+    assert decide(command, restarts=True).why == "tool.py imports nothing that is built on torch"

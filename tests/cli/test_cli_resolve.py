@@ -171,7 +171,6 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
     ),
     ("--run-path train.py", {}, {"command.kind": CommandKind.RUN_PATH}),
     ("'s_${local_rank}.py'", {}, {"command.target": "s_${local_rank}.py"}),
-    ("-", {}, {"command.target": "-"}),
 ]
 
 

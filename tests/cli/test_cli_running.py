@@ -18,12 +18,14 @@ from holdfast.cli import logs, main
 from holdfast.cli.doctor import markdown, masked, variables
 from holdfast.extensions.load.messages import NodeLoad
 from holdfast.extensions.status import command as status
+from holdfast.inherited import secret_variables
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.ranks_text import ranks_of
 from holdfast.runtime import running
 from holdfast.runtime.agent_service import write_reports
 from holdfast.runtime.running import RunningAgent
+from holdfast.text import without_passwords
 from tests.support.documents import checked
 
 VIEW = {
@@ -432,7 +434,9 @@ def test_logs_as_json_and_by_pattern(ended: Path, capsys) -> None:
 
 
 def test_follow_of_a_run_that_has_ended_ends(ended: Path, capsys) -> None:
-    assert said(capsys, "logs", str(ended), "-f", "--stdout", "--rank", "0", code=0) == "generation 3\nstep 2\nlast\n"
+    line = ("logs", str(ended), "-f", "--stdout", "--rank", "0")
+    assert said(capsys, *line, code=0) == "generation 3\nstep 2\nlast\n"
+    assert said(capsys, *line, "--grep", "step", code=0) == "step 2\n", "nor an unfinished line that does not match"
 
 
 def test_logs_of_many_generations_are_followed_with_few_descriptors(
@@ -513,7 +517,7 @@ def test_env_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
 def test_env_masks_what_is_secret() -> None:
     environ = {
         "HOLDFAST_TOKEN": "a-secret",
-        "PET_RDZV_CONF": "timeout=3,token=b-secret,password=c-secret",
+        "PET_RDZV_CONF": "timeout=3,token=b-secret, password = c-secret",
         "PET_RDZV_ENDPOINT": "http://me:d-secret@host:1",
         "NCCL_DEBUG": "INFO",
         "AWS_SECRET_ACCESS_KEY": "e-secret",
@@ -523,8 +527,15 @@ def test_env_masks_what_is_secret() -> None:
     assert "secret" not in str(told).replace("SECRET", "")
     assert told["NCCL_DEBUG"] == "INFO"
     assert set(told) == {"HOLDFAST_TOKEN", "PET_RDZV_CONF", "PET_RDZV_ENDPOINT", "NCCL_DEBUG"}
-    assert told["PET_RDZV_CONF"] == "timeout=3,token=***,password=***"
+    assert told["PET_RDZV_CONF"] == "timeout=3,token=***, password = ***"
     assert masked("NCCL_TOPO", "x" * 1000) == "x" * 400 + "…"
+
+
+@pytest.mark.parametrize("conf", ["user=u,password=hush", "user = u, password = hush", "password =hush"])
+def test_a_password_with_blanks_is_a_secret_too(conf: str) -> None:
+    """As the rendezvous reads it: workers do not get it."""
+    assert secret_variables({"PET_RDZV_CONF": conf}) == ["PET_RDZV_CONF"]
+    assert "hush" not in without_passwords(conf)
 
 
 def test_env_tables_hold_whatever_is_in_them() -> None:

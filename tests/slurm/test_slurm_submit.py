@@ -13,7 +13,7 @@ import pytest
 from holdfast.cli import main, submit
 from holdfast.cli.submit import Batch, Directive, batch_script
 from holdfast.launchers.slurm import JobState, ScontrolOutput, read_job
-from holdfast.protocol.errors import CallerError, ScriptError, UsageError
+from holdfast.protocol.errors import CallerError, ScriptError, SubmitError, UsageError
 from holdfast.protocol.exit_codes import EXIT_CODES, Scheduler
 from tests.support.limits import limit_s
 from tests.support.tables import tables
@@ -45,6 +45,26 @@ def test_whose_words(line: str, directives: str, run: str) -> None:
 def test_what_cannot_be_is_said(line: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--rdzv-conf user=u,password=hunter2 train.py",
+        "'--rdzv-conf=user = u, password = hunter2' train.py",
+        "--rdzv-endpoint http://u:hunter2@etcd train.py",
+    ],
+)
+def test_a_password_is_in_no_script_that_others_can_read(line: str) -> None:
+    with pytest.raises(SubmitError, match="would be readable in the job's script; use password_file=") as raised:
+        read(line)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_folder_that_python_runs_is_a_script(folder: Path) -> None:
+    (folder / "package").mkdir()
+    assert read("package").batch.command[-1] == "package"
+    assert read("'s_$local_rank.py'").batch.command[-1] == "s_$local_rank.py"
 
 
 def test_values_are_one_word_each_for_sbatch() -> None:

@@ -220,8 +220,14 @@ def drop_output() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line of ours on stderr."""
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    """Print a line of ours on stderr. One that nobody reads, or that a full disk does not take, is lost: a notice is no
+    reason to end a job before it starts."""
+    if sys.stderr is None:  # it was closed
+        return
+    from contextlib import suppress
+
+    with suppress(OSError, ValueError):
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def complain(code: str, text: str) -> int:

@@ -12,6 +12,7 @@ import re
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.cli import grammar
 from holdfast.cli.grammar import CONVERTERS, FROM_FLAG, Setting
 from holdfast.cli.option_table import FLAG, FLOAT, INT, LAUNCH_OPTIONS, LIST, Option
 from holdfast.protocol.errors import ConfigFileError, UsageError
@@ -40,7 +41,6 @@ TYPE_NAMES = {
 HARMLESS = ("", "auto", "none", False)
 """Values with which options that decide what runs run nothing of the file's choice."""
 PASSWORD_KEYS = ("password",)
-IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 LINE_ONLY = frozenset(option.dest for option in LAUNCH_OPTIONS if option.line_only)
 OPTIONS_BY_KEY = {option.name[2:]: option for option in LAUNCH_OPTIONS if not option.line_only}
@@ -100,7 +100,9 @@ def own_table(path: str, text: str) -> dict[str, object] | None:
 
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigFileError(f"{shown(path)} is not TOML: it is nested too deeply") from None
+    except ValueError as error:  # tomllib's own, and Python's for a number of thousands of digits
         raise ConfigFileError(f"{shown(path)} is not TOML: {error}") from None
     if os.path.basename(path) != PROJECT_FILE:
         return document
@@ -163,10 +165,10 @@ def value_of(option: Option, raw: object, folder: str) -> object:
     kind = type(raw)
     if option.kind == FLAG and kind is bool:
         return raw
-    if option.kind == INT and kind is int:
-        return raw
+    if option.kind == INT and isinstance(raw, int) and kind is not bool:
+        return grammar.bounded(raw)
     if option.kind == FLOAT and isinstance(raw, int | float) and kind is not bool:
-        return float(raw)
+        return float(grammar.bounded(raw))
     if option.kind not in (FLAG, INT, FLOAT):
         text = text_of(option, raw, folder)
         if "\0" in text:  # no command line can contain it
@@ -218,9 +220,12 @@ def chosen(option: Option, text: str) -> str:
 
 def check_secrets(file: ReadFile, found: dict[str, Setting]) -> None:
     """Raise ConfigFileError for a password in a file that others may read."""
+    from holdfast.text import PASSWORD_IN_URL  # `--help` has no time for it
+
     conf, endpoint = (str(found[dest].value) if dest in found else "" for dest in ("rdzv_conf", "rdzv_endpoint"))
     keys = {item.partition("=")[0].strip() for item in conf.split(",")}
-    holds = "rdzv_conf" if keys.intersection(PASSWORD_KEYS) else "rdzv_endpoint" if IN_URL.search(endpoint) else ""
+    in_url = "rdzv_endpoint" if PASSWORD_IN_URL.search(endpoint) else ""
+    holds = "rdzv_conf" if keys.intersection(PASSWORD_KEYS) else in_url
     if holds and file.status.st_mode & (stat.S_IRGRP | stat.S_IROTH):
         raise ConfigFileError(
             f"{found[holds].source}: the file contains a password, and others can read it; "

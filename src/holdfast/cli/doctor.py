@@ -471,10 +471,12 @@ def masked(name: str, value: str) -> str:
 
     >>> masked("HOLDFAST_TOKEN", "abc"), masked("PET_RDZV_ENDPOINT", "http://me:secret@host:1/")
     ('***', 'http://***@host:1/')
+    >>> masked("PET_RDZV_CONF", "user=u, password = hush")
+    'user=u, password = ***'
     """
     if SECRET.search(name) and value:
         return MASK
-    value = re.sub(r"(?i)\b([\w-]*(?:token|secret|passw|key|auth)[\w-]*)=[^,\s]+", rf"\1={MASK}", value)
+    value = re.sub(r"(?i)\b([\w-]*(?:token|secret|passw|key|auth)[\w-]*\s*=\s*)[^,\s]+", rf"\1{MASK}", value)
     value = IN_URL.sub(rf"\1{MASK}@", value)
     return value if len(value) <= VALUE_CHARS_MAX else f"{value[:VALUE_CHARS_MAX]}…"
 

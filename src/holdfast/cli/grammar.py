@@ -11,14 +11,14 @@ could be an option of torchrun) and accepts prefixes silently. Importing argpars
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, OPTIONS, Option, flag_of
 from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Any, TypeVar
+    from typing import Any
 
     T = TypeVar("T")
 
@@ -415,9 +415,20 @@ def to_flag(text: str) -> bool:
 
 def to_int(text: str) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise ValueError("not a whole number") from None
+    return bounded(number)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def bounded(number: Number) -> Number:
+    """The number, if messages can carry it: whole ones have 64 bits there. Raises ValueError."""
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise ValueError("too large a number")
+    return number
 
 
 def to_float(text: str) -> float:

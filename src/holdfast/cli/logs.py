@@ -194,6 +194,12 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
         end = end_of(folders, stack)
         tails: dict[Path, Tail] = {}
         stack.callback(_close_all, tails)
+
+        def show_rest(tail: Tail) -> None:
+            for line in tail.rest():
+                if wanted.matches(line.text):
+                    show(line)
+
         first = True
         while True:
             ended = wait_for_news(watch, end) if not first else False
@@ -209,15 +215,13 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
             # Those of an older generation get no more lines. A job may have more generations than descriptors.
             for path in tails.keys() - {file.path for file in files}:
                 with contextlib.closing(tails.pop(path)) as tail:
-                    for line in tail.rest():
-                        show(line)
+                    show_rest(tail)
             sys.stdout.flush()
             if ended or end is None:
                 break
             first = False
         for tail in tails.values():
-            for line in tail.rest():
-                show(line)
+            show_rest(tail)
 
 
 def _close_all(tails: Mapping[Path, Tail]) -> None:

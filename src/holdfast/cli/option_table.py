@@ -145,10 +145,17 @@ OPTIONS: tuple[Option, ...] = (
         RENDEZVOUS,
         Option("--standalone", FLAG, False, "a job of this node alone; needs no endpoint and no free port"),
         Option("--rdzv-backend", TEXT, "static", f"how the nodes meet: {', '.join(BACKENDS)}", "NAME"),
-        Option("--rdzv-endpoint", TEXT, "", "where they meet, the same on all nodes; c10d: or several", "HOST[:PORT]"),
+        Option(
+            "--rdzv-endpoint",
+            TEXT,
+            "",
+            "where they meet, the same on all nodes; c10d: or several",
+            "HOST[:PORT]",
+            decides_what_runs=True,
+        ),
         Option("--rdzv-id", TEXT, "none", "name of the job, the same on all nodes", "ID", number_too=True),
         Option("--rdzv-conf", TEXT, "", "further settings of the rendezvous", "KEY=VALUE,..."),
-        Option("--master-addr", TEXT, "127.0.0.1", "address of node 0 (static only)", "HOST"),
+        Option("--master-addr", TEXT, "127.0.0.1", "address of node 0 (static only)", "HOST", decides_what_runs=True),
         Option("--master-port", INT, None, "port on node 0, 29500 by default (static only)", "PORT"),
         Option(
             "--local-addr", TEXT, None, "address under which the others reach this node", "HOST", goes_to="local_addr"
@@ -343,7 +350,14 @@ OPTIONS: tuple[Option, ...] = (
             joiner="\n",
             decides_what_runs=True,
         ),
-        own("--otel", TEXT, None, "send a span of the run and of each generation to this OTLP/HTTP receiver", "URL"),
+        own(
+            "--otel",
+            TEXT,
+            None,
+            "send a span of the run and of each generation to this OTLP/HTTP receiver",
+            "URL",
+            decides_what_runs=True,
+        ),
         own(
             "--metrics",
             TEXT,

@@ -387,7 +387,7 @@ def environments(
     each = [environment(parsed, options, environ, local_rank) for local_rank in range(options.nproc)]
     varying = {"LOCAL_RANK", "RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE"}
     if options.virtual_local_rank:
-        varying |= {"CUDA_VISIBLE_DEVICES"}
+        varying |= {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
     common = {name: value for name, value in each[0].items() if name not in varying}
     own = [{name: value for name, value in variables.items() if name in varying} for variables in each]
     return common, own

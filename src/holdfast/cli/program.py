@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import stat
 import sys
 import warnings
 from pathlib import Path
@@ -45,7 +46,9 @@ def worker_command(parsed: Parsed, environ: Mapping[str, str], notices: list[str
             check_program(target, environ)
     elif kind is CommandKind.MODULE:
         check_module(target, environ)
-    elif target != "-" and "$" not in target:  # `$local_rank`: known per worker
+    elif target == "-":
+        raise ScriptError("the script is -, standard input, which only one worker could read, and once: give a file")
+    elif "$" not in target:  # `$local_rank`: known per worker
         check_script(target, environ)
     return WorkerCommand(
         kind=kind,
@@ -405,7 +408,11 @@ def module_sources(name: str, *, ours: bool) -> Iterator[Path]:
     one."""
     from importlib.machinery import PathFinder
 
-    where: list[str] | None = [os.getcwd(), *(sys.path if ours else [])]
+    try:
+        here = [os.getcwd()]
+    except OSError:  # the folder was deleted
+        here = []
+    where: list[str] | None = [*here, *(sys.path if ours else [])]
     parts = name.split(".")
     found: list[Path] = []
     for depth in range(1, len(parts) + 1):
@@ -489,7 +496,10 @@ class Reader(ast.NodeVisitor):
 
     def _tree(self, path: Path) -> ast.Module:
         try:
-            self._bytes_left -= path.stat().st_size
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # what is read from a pipe would be lost to the worker
+                raise UnreadableError(f"{path.name} is not a regular file")
+            self._bytes_left -= status.st_size
             if self._bytes_left < 0:
                 raise UnreadableError(f"with {path.name} it is more than {SOURCE_BYTES_MAX:,} bytes of source to read")
             source = path.read_bytes()

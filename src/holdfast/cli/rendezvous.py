@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.inherited import read_token, weakness
 from holdfast.protocol.charter import Electorate, electorate
-from holdfast.protocol.errors import EndpointError, HoldfastError, NodesError, RendezvousConfigError
+from holdfast.protocol.errors import (
+    EndpointError,
+    HoldfastError,
+    NodesError,
+    RendezvousConfigError,
+    SubmitError,
+    UsageError,
+)
 from holdfast.protocol.options import Endpoint, EtcdOptions, SharedValueOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits
 from holdfast.protocol.train_contract import Survive
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.backends import check_backend, default_port, has_shared_value
 from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
-from holdfast.text import is_loopback, plural
+from holdfast.text import PASSWORD_IN_URL, is_loopback, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +54,20 @@ class RendezvousOptions(NamedTuple):
     more_endpoints: tuple[Endpoint, ...]
     succession: bool
     agent_port: int
+
+
+def conf_to_publish(parsed: Parsed, place: str) -> dict[str, str]:
+    """The settings of --rdzv-conf for a file that others can read. `place`: that file, and what to use instead. Raises
+    UsageError, and SubmitError for a password in them or in --rdzv-endpoint."""
+    try:
+        conf = rdzv_conf.parse_conf(parsed.values.rdzv_conf)
+    except RendezvousConfigError as error:
+        raise UsageError(str(error)) from None
+    if "password" in conf:
+        raise SubmitError(f"--rdzv-conf password=...: would be readable in {place}")
+    if PASSWORD_IN_URL.search(parsed.values.rdzv_endpoint):
+        raise SubmitError(f"--rdzv-endpoint with a password: it would be readable in {place}")
+    return conf
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, notices: list[str]) -> RendezvousOptions:

@@ -25,6 +25,8 @@ from holdfast import own_folders
 from holdfast.cli import EXIT_INTERRUPTED, grammar, say
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
 from holdfast.cli.printing import print_json
+from holdfast.cli.rendezvous import conf_to_publish
+from holdfast.cli.resolve import preempt_signal as preempt_signal_of
 from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
 from holdfast.protocol.errors import CallerError, MissingPackageError, ScriptError, UsageError
 from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_SIGNAL_BASE, ExitCode, Scheduler, codes_for
@@ -223,12 +225,18 @@ def read(argv: Sequence[str]) -> BatchRequest | None:
     if spares:
         own += add_spares(directives, own, spares)
     signal = preempt_signal(directives)
-    if signal is not None and not any(word.startswith(("--preempt-signal", "--preempt_signal")) for word in own):
+    # SIGTERM announces a preemption without an option.
+    if signal not in (None, "TERM") and not any(
+        word.startswith(("--preempt-signal", "--preempt_signal")) for word in own
+    ):
         own += ["--preempt-signal", signal]
-    parsed = grammar.parse([*own, *words], {}, RUN_OPTIONS)  # errors are reported here and not by every node
+    # Errors are reported here and not by every node, when the job has waited in the queue.
+    parsed = grammar.parse([*own, *words], {}, RUN_OPTIONS)
     if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
         return None
     run = ("-m", "holdfast", "run", "--slurm", *own, *words)
+    preempt_signal_of(parsed)
+    conf_to_publish(parsed, "the job's script; use password_file=, with a file that the nodes can read")
     check_script(parsed, directives)
     name = job_name(parsed.values.training_script)
     return BatchRequest(
@@ -280,7 +288,7 @@ def check_script(parsed: grammar.Parsed, directives: Sequence[Directive]) -> Non
     given = parsed.values
     # A module or a program need not be a file of this folder, and with --chdir the folder is another one.
     elsewhere = given.module or given.no_python or any(each.name == "chdir" for each in directives)
-    if not elsewhere and not os.path.isfile(given.training_script):
+    if not elsewhere and not os.path.exists(given.training_script) and "$" not in given.training_script:
         raise ScriptError(f"{given.training_script} does not exist here, and the job starts in this folder")
 
 

@@ -19,7 +19,7 @@ from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, f
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.printing import print_json
 from holdfast.cli.program import command_kind
-from holdfast.cli.rendezvous import node_range
+from holdfast.cli.rendezvous import conf_to_publish, node_range
 from holdfast.cli.resolve import (
     check_plain_values,
     is_number,
@@ -48,13 +48,11 @@ from holdfast.protocol.errors import (
     EndpointError,
     MissingPackageError,
     NodesError,
-    RendezvousConfigError,
     ScriptError,
     SubmitError,
     UsageError,
 )
 from holdfast.protocol.train_contract import FINISH_LIMIT_S
-from holdfast.rendezvous.conf import parse_conf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -306,14 +304,7 @@ def run_words(parsed: Parsed, line: CommandLine, processes: str, *, alone: bool)
 
 def rdzv_conf(parsed: Parsed, *, alone: bool) -> str:
     """The user's settings, with a longer join_timeout unless one is given."""
-    try:
-        conf = parse_conf(parsed.values.rdzv_conf)
-    except RendezvousConfigError as error:
-        raise UsageError(str(error)) from None
-    if "password" in conf:
-        raise SubmitError(
-            "--rdzv-conf password=...: would be readable in the manifest; mount a Secret and use password_file="
-        )
+    conf = conf_to_publish(parsed, "the manifest; mount a Secret and use password_file=")
     if not alone and not parsed.given("rdzv_backend"):
         conf = {"join_timeout": str(JOIN_S), **conf}
     return ",".join(f"{key}={value}" for key, value in conf.items())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -251,7 +252,10 @@ def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[
 def first_path(options: RunOptions) -> str:
     """The program's sys.path[0]: modules beside the program come before all others, in the fork server too."""
     if options.command.kind is CommandKind.MODULE:
-        return os.getcwd()
+        try:
+            return os.getcwd()
+        except OSError:  # the folder was deleted
+            return ""
     # As Python itself: a folder with __main__.py is its own entry, and links are followed to the folder of the real
     # script.
     path = os.path.abspath(options.command.target)
@@ -284,6 +288,8 @@ def script_hash(command: WorkerCommand) -> str:
     if command.kind not in (CommandKind.SCRIPT, CommandKind.RUN_PATH):
         return ""
     try:
+        if not stat.S_ISREG(os.stat(command.target).st_mode):
+            return ""  # what is read from a pipe would be lost to the worker
         with open(command.target, "rb") as file:
             return _hash(file.read(SCRIPT_BYTES_MAX))
     except (OSError, ValueError):

@@ -272,7 +272,11 @@ def _prepare_script(target: str) -> Callable[[], Any]:
 def _prepare_module(target: str) -> Callable[[], Any]:
     """Set up this process for `-m TARGET`. Returns what runs it."""
     _fresh_main()
-    _set_first_path(os.getcwd())
+    try:
+        here = os.getcwd()
+    except OSError:  # the folder was deleted
+        here = ""
+    _set_first_path(here)
     sys.argv[0] = "-m"
     return lambda: _run_module(target, alter_argv=True)
 
