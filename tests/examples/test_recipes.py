@@ -20,6 +20,7 @@ from tests.warm_jobs import WarmJobs
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 SAFE_LINES_MAX = 10
+LOSS = r"step (\d+) loss ([\d.]+)"
 pytestmark = [pytest.mark.xdist_group("torch trainers"), pytest.mark.timeout(300)]
 
 
@@ -31,7 +32,7 @@ class Recipe:
 
 
 RECIPES = {
-    "dcp": Recipe("recipes/dcp_loop.py"),
+    "dcp": Recipe("recipes/dcp_loop.py", more=("--save-every", "5")),  # it has saved before its first line
     "transformers": Recipe("recipes/transformers_trainer.py"),
     "lightning": Recipe("recipes/lightning_trainer.py"),
     "nanogpt": Recipe("train_charmodel/nanogpt_loop.py", "--out-dir"),
@@ -46,7 +47,7 @@ class Ended:
     @property
     def losses(self) -> dict[int, str]:
         """By step; a step that was repeated has its last one."""
-        return {int(step): loss for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", self.screen)}
+        return {int(step): loss for step, loss in re.findall(LOSS, self.screen)}
 
     @property
     def resumed(self) -> list[int]:
@@ -54,7 +55,8 @@ class Ended:
 
 
 def trained(trainer_jobs: WarmJobs, recipe: Recipe, folder: Path, fault: signal.Signals | None = None) -> Ended:
-    """A job of two ranks. At the third line about a loss, SIGKILL goes to the worker of rank 1, and SIGTERM to the agent."""
+    """A job of two ranks. At the first line about a loss, SIGKILL goes to the worker of rank 1, and SIGTERM to the agent.
+    Most steps are still to come then, so that the signal does not come after the job."""
     logs = folder.with_suffix(".logs")
     options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", logs)
     arguments = (recipe.folder, str(folder), *recipe.more)
@@ -64,11 +66,10 @@ def trained(trainer_jobs: WarmJobs, recipe: Recipe, folder: Path, fault: signal.
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder.parent
     ) as job:
         assert job.stdout is not None
-        screen, seen = [], 0
+        screen = []
         for text in job.stdout:
             screen.append(text)
-            seen += "loss" in text and "step" in text
-            if seen == 3 and fault is not None:
+            if fault is not None and re.search(LOSS, text):
                 if fault == signal.SIGTERM:
                     job.terminate()  # passed on to the agent
                 else:
