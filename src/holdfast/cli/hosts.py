@@ -69,7 +69,7 @@ CPUS_THERE = 1 << 20
 """A number of CPUs for hosts whose own number is unknown here: no number of workers is too large for it."""
 UNKNOWN_ENDPOINT = "first.host:1"
 """A placeholder for the endpoint, which the launcher determines."""
-UNKNOWN_MODULE, UNKNOWN_PROGRAM = "$module", "$program"
+UNKNOWN_MODULE, UNKNOWN_PROGRAM, UNKNOWN_SCRIPT = "$module", "$program", "$script"
 """Placeholders for what only the hosts know to exist: names with variables are not searched."""
 
 
@@ -268,7 +268,7 @@ def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, st
         there.values.training_script = program_here(script, folder, environ) or UNKNOWN_PROGRAM
     elif folder and not os.path.isabs(script) and not there.values.module:
         here = os.path.join(folder, script)
-        there.values.training_script = here if os.path.exists(here) else "-"
+        there.values.training_script = here if os.path.exists(here) else UNKNOWN_SCRIPT
     return resolve(there, environ, Probes(cpus=CPUS_THERE)).options
 
 

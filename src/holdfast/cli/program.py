@@ -394,7 +394,7 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
 
 def sources_of(command: WorkerCommand) -> list[Path]:
     """The files that run as or before the program, in this order; empty: only the worker knows them."""
-    if "$" in command.target or command.target == "-":
+    if "$" in command.target:
         return []
     if command.kind is not CommandKind.MODULE:
         path = Path(command.target)
