@@ -189,10 +189,15 @@ def group_room_bytes(folder: str | os.PathLike[str]) -> float:
     return limit - used + (int(cache[1]) if cache is not None else 0)
 
 
+def room_in_groups_bytes() -> float:
+    """Memory left within the limits of all cgroups above this process, as `group_room_bytes`."""
+    return min(map(group_room_bytes, group_folders()), default=inf)
+
+
 def check_memory(more_bytes: int) -> None:
     """Raise OSError if this memory is not available. A tmpfs may be larger than the free memory: to use that would wake
     the kernel's OOM killer."""
-    if more_bytes > min(available_bytes(), *map(group_room_bytes, group_folders())):
+    if more_bytes > min(available_bytes(), room_in_groups_bytes()):
         raise OSError(errno.ENOMEM, "too little memory is available")
 
 

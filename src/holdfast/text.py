@@ -110,7 +110,7 @@ _PASSWORD, _IN_URL = re.compile(r"(password\s*=)[^,]*"), re.compile(r"(?<=://)[^
 
 
 PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
-"""A password in an address: `http://u:secret@etcd:2379`."""
+"""A password in an address: `http://u:secret@etcd:2379`. A user alone is none; what is shown has neither."""
 
 
 def without_passwords(value: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.network.hosts import Host, PretendHosts, Program
 from tests.support import limits
+from tests.support.changed_program import changed_program
 from tests.support.limits import until
 
 WAIT_S = 40.0
@@ -170,9 +171,7 @@ class JobAgents:
     def change(self, text: str) -> None:
         """Agents that are started from now on are `holdfast run` after this change of holdfast."""
         program = self.folder / "program.py"
-        program.write_text(
-            f"import sys\nfrom holdfast import cli\n{text}\nsys.exit(cli.main(['run', *sys.argv[1:]]))\n"
-        )
+        program.write_text(changed_program(text))
         self.launcher = (sys.executable, str(program))
 
     def start(

@@ -23,6 +23,7 @@ from holdfast.compile_caches import VARIABLES as CACHE_VARIABLES
 from tests.conftest import alive as is_alive
 from tests.conftest import descendants
 from tests.processes.agent_server import AgentServer, can_be_forked
+from tests.support.changed_program import changed_program
 from tests.support.documents import checked
 from tests.support.limits import limit_s as scaled
 from tests.support.limits import until
@@ -313,9 +314,7 @@ class JobFolder:
 
     def changed(self, text: str) -> tuple[str, ...]:
         """A program to start in place of the agent's: `holdfast run` after this change of holdfast."""
-        return self.program(
-            f"import sys\nfrom holdfast import cli\n{text}\nsys.exit(cli.main(['run', *sys.argv[1:]]))\n"
-        )
+        return self.program(changed_program(text))
 
     def program(self, text: str) -> tuple[str, ...]:
         """A program to start in place of the agent's."""

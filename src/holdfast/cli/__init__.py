@@ -224,7 +224,7 @@ def say(text: str) -> None:
     reason to end a job before it starts."""
     if sys.stderr is None:  # it was closed
         return
-    from contextlib import suppress
+    from contextlib import suppress  # `--help` has no time for it
 
     with suppress(OSError, ValueError):
         print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -12,8 +12,7 @@ import re
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli import grammar
-from holdfast.cli.grammar import CONVERTERS, FROM_FLAG, Setting
+from holdfast.cli.grammar import CONVERTERS, FROM_FLAG, Setting, bounded
 from holdfast.cli.option_table import FLAG, FLOAT, INT, LAUNCH_OPTIONS, LIST, Option
 from holdfast.protocol.errors import ConfigFileError, UsageError
 
@@ -166,9 +165,9 @@ def value_of(option: Option, raw: object, folder: str) -> object:
     if option.kind == FLAG and kind is bool:
         return raw
     if option.kind == INT and isinstance(raw, int) and kind is not bool:
-        return grammar.bounded(raw)
+        return bounded(raw)
     if option.kind == FLOAT and isinstance(raw, int | float) and kind is not bool:
-        return float(grammar.bounded(raw))
+        return float(bounded(raw))
     if option.kind not in (FLAG, INT, FLOAT):
         text = text_of(option, raw, folder)
         if "\0" in text:  # no command line can contain it

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, OPTIONS, Option, flag_of
 from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
 
+Number = TypeVar("Number", int, float)
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
@@ -419,9 +421,6 @@ def to_int(text: str) -> int:
     except ValueError:
         raise ValueError("not a whole number") from None
     return bounded(number)
-
-
-Number = TypeVar("Number", int, float)
 
 
 def bounded(number: Number) -> Number:

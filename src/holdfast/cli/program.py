@@ -131,6 +131,10 @@ def meant(path: str, environ: Mapping[str, str]) -> str:
     return ""
 
 
+CURRENT_FOLDER = ""
+"""An entry of a module search path. Unlike what os.getcwd() gives, it is none if that folder was deleted."""
+
+
 def check_module(name: str, environ: Mapping[str, str]) -> None:
     """Raise ScriptError for the name of a file, and for a module that Python cannot find.
 
@@ -153,11 +157,7 @@ def module_exists(top: str) -> bool:
     from importlib.util import find_spec
 
     try:
-        here = PathFinder.find_spec(top, [os.getcwd()])
-    except OSError:  # the folder was deleted
-        here = None
-    try:
-        return here is not None or find_spec(top) is not None
+        return PathFinder.find_spec(top, [CURRENT_FOLDER]) is not None or find_spec(top) is not None
     except (ImportError, ValueError):  # a finder of an installed package fails, or the module has no spec
         return True
 
@@ -408,11 +408,7 @@ def module_sources(name: str, *, ours: bool) -> Iterator[Path]:
     one."""
     from importlib.machinery import PathFinder
 
-    try:
-        here = [os.getcwd()]
-    except OSError:  # the folder was deleted
-        here = []
-    where: list[str] | None = [*here, *(sys.path if ours else [])]
+    where: list[str] | None = [CURRENT_FOLDER, *(sys.path if ours else [])]
     parts = name.split(".")
     found: list[Path] = []
     for depth in range(1, len(parts) + 1):

@@ -235,6 +235,7 @@ def read(argv: Sequence[str]) -> BatchRequest | None:
     if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
         return None
     run = ("-m", "holdfast", "run", "--slurm", *own, *words)
+    # Both are read for what they refuse: the agents read the options again.
     preempt_signal_of(parsed)
     conf_to_publish(parsed, "the job's script; use password_file=, with a file that the nodes can read")
     check_script(parsed, directives)

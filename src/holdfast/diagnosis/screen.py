@@ -382,6 +382,7 @@ def columns(rows: Sequence[Row]) -> list[str]:
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 PIDS_SHOWN_MAX = 16
+"""Number of processes that a group of ranks lists without --full."""
 NOT_RUNNING = ("T", "t", "Z", "X", "")
 """States of the kernel in which a stack does not show what a rank does."""
 
@@ -409,15 +410,15 @@ class Group(Struct, frozen=True):
         return waits, -size if waits else size, self.ranks[0].rank
 
     @property
-    def pids(self) -> tuple[RankStack, ...]:
-        """The ranks whose processes are listed: several at a place that is the state of a process."""
+    def listed(self) -> tuple[RankStack, ...]:
+        """The ranks whose processes are listed below the place: several at one that names a process."""
         state = not self.frames or self.ranks[0].state in NOT_RUNNING
         return self.ranks if len(self.ranks) > 1 and state else ()
 
     @property
     def _where(self) -> Where:
         first = self.ranks[0]
-        pid = 0 if self.pids else first.pid
+        pid = 0 if self.listed else first.pid
         sample = RankSample(
             first.local_rank, pid, first.state, first.cpu_s, self.frames, first.note, first.file, first.source
         )
@@ -460,10 +461,10 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
     lines += [f"    {frame.function}  {frame.file}:{frame.line}" for frame in frames]
     if len(frames) < len(each.frames):
         lines.append(f"    … {plural(len(each.frames) - len(frames), 'frame')} of libraries not shown (--full)")
-    shown = each.pids if full else each.pids[:PIDS_SHOWN_MAX]
+    shown = each.listed if full else each.listed[:PIDS_SHOWN_MAX]
     lines += [f"    rank {rank.rank}: process {rank.pid} on {rank.host}" for rank in shown if rank.pid]
-    if len(shown) < len(each.pids):
-        lines.append(f"    … {plural(len(each.pids) - len(shown), 'rank')} more (--full)")
+    if len(shown) < len(each.listed):
+        lines.append(f"    … {plural(len(each.listed) - len(shown), 'rank')} more (--full)")
     sources = {rank.source for rank in ranks if rank.source}
     lines += [f"    > {source}" for source in sorted(sources)]
     lines += [f"    rank {rank.rank}: {rank.note}" for rank in ranks if rank.note]

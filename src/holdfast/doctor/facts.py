@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from math import inf, isinf
+from math import isinf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,11 +34,10 @@ from holdfast.doctor.machine_state import FullMeasure, MachineState
 from holdfast.linux import (
     GroupLimits,
     default_interface,
-    group_folders,
-    group_room_bytes,
     own_address,
     read_int,
     read_text,
+    room_in_groups_bytes,
 )
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
@@ -278,7 +277,7 @@ def machine_facts(host: str, python: str) -> LocalFacts:
 
     groups, memory, swap = GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
     sysctl = ROOT / "proc/sys"
-    room_bytes = min(map(group_room_bytes, group_folders()), default=inf)
+    room_bytes = room_in_groups_bytes()
     return LocalFacts(
         host=host,
         python=python,
@@ -290,6 +289,7 @@ def machine_facts(host: str, python: str) -> LocalFacts:
         memory_available_bytes=memory.available,
         swap_bytes=swap.total,
         memory_limit_bytes=groups.memory_bytes,
+        # A group may hold a little more than its limit, for a moment.
         memory_room_bytes=None if isinf(room_bytes) else max(0, int(room_bytes)),
         pids_limit=groups.pids,
         pids_used=groups.pids_used,

@@ -304,7 +304,7 @@ class CheckClient:
         """Addresses for the other nodes: those of the server, or the one from which this node reached it."""
         # The others come to another address than the one seen here: --local-addr is another, or the endpoint's name
         # leads to loopback on its own machine.
-        if self._asked.local_addr:
+        if self._asked.local_addr:  # also at the endpoint, where the claimed address may not be that one
             return ("0.0.0.0", "::")
         if self._claimed is not None:
             return self._claimed.addresses

@@ -230,9 +230,8 @@ def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
             why = f"{found.version} takes {found.seconds:.0f} s to import"
             yield warn("HF501", what, *slow_import(found, why))
         case TorchState.OK:
-            yield passed(
-                "HF501", what, f"{found.version} {f'with {platform(found)}' if platform(found) else 'for CPUs'}"
-            )
+            platform = built_for(found)
+            yield passed("HF501", what, f"{found.version} {f'with {platform}' if platform else 'for CPUs'}")
 
     if found.state is TorchState.OK:
         part = "torch.distributed"
@@ -243,7 +242,7 @@ def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
             yield fatal("HF502", part, why, "install an official build")
 
 
-def platform(found: TorchFacts) -> str:
+def built_for(found: TorchFacts) -> str:
     """What torch computes with on GPUs, and its version; empty: it is a build for CPUs."""
     if found.hip:
         return f"ROCm {found.hip}"
@@ -265,32 +264,32 @@ def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
 
 def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
     """Whether torch can use the GPUs of this node."""
-    found, seen, built_for = facts.torch, len(facts.gpus), platform(facts.torch)
-    what = built_for.partition(" ")[0] or "CUDA"
-    names = VISIBLE if found.hip else ("CUDA_VISIBLE_DEVICES",)
-    hiding = [name for name in names if facts.variables.get(name) in ("", "-1")]
-    version = facts.driver or next((each.driver for each in facts.gpus), "")
+    found, seen, platform = facts.torch, len(facts.gpus), built_for(facts.torch)
     if found.state is not TorchState.OK or not (facts.driver or seen):
         return
-    driver = f"driver {version}".strip()
+    what = platform.partition(" ")[0] or "CUDA"
+    names = VISIBLE if found.hip else ("CUDA_VISIBLE_DEVICES",)
+    hiding = [name for name in names if facts.variables.get(name) in ("", "-1")]
+    # AMD's GPUs are read from /sys, which has no version of their driver.
+    driver = f"driver {facts.driver or facts.gpus[0].driver}".strip()
     if not seen and not found.gpus and not facts.gpu_error:
         # The driver's file in /proc is there in containers of a node with GPUs, and on login nodes with its packages.
         why = f"{driver} is here, but no GPU"
         yield warn("HF503", what, why, "nothing on a login node; in a container, give it GPUs (--gpus all)")
-    elif not built_for:
+    elif not platform:
         why = f"{driver} and {seen or 'some'} GPUs are here, but torch {found.version} is a build for CPUs"
         yield warn("HF503", what, why, "install a torch build for these GPUs")
     elif hiding:
         yield warn("HF503", what, f"{hiding[0]} hides every GPU", f"unset {hiding[0]}")
     elif found.gpus == 0:
         reason = found.gpu_error or f"{what} gives no reason"
-        why = f"torch can use no GPU: {reason} ({driver}, torch for {built_for})"
-        yield fatal("HF503", what, why, f"install a driver for {built_for}, or a torch build for this driver")
+        why = f"torch can use no GPU: {reason} ({driver}, torch for {platform})"
+        yield fatal("HF503", what, why, f"install a driver for {platform}, or a torch build for this driver")
     elif found.unsupported:
         why = f"torch {found.version} has no code for {listed(found.unsupported)}"
         yield fatal("HF503", what, why, "install a torch build that supports these GPUs")
     else:
-        yield passed("HF503", what, f"{found.gpus} GPUs, {driver}, {built_for}")
+        yield passed("HF503", what, f"{found.gpus} GPUs, {driver}, {platform}")
 
 
 def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:

@@ -54,6 +54,7 @@ CLOSE_S_MAX = 2.0
 AT_ONCE_MAX = 128
 """Limit of probes at the same time, and of name look-ups."""
 NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+"""Errors of a machine without IPv6: a kernel without it, and one in which it is switched off."""
 CLIENTS_MAX = 1024
 """Limit of connections at the same time."""
 
@@ -65,6 +66,10 @@ class Peer(Struct, frozen=True, array_like=True):
     host: str
     address: str
     port: Port
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(host=self.address, port=self.port)
 
 
 class ProbeServer:
@@ -150,6 +155,7 @@ async def probe_all(me: int, key: bytes, peers: Sequence[Peer], limit_s: float) 
     Each node starts with its next neighbour, so that few transfers coincide. A peer that could not be tried within
     `limit_s` is silent: many that do not answer must not cost the report of this node.
     """
+    # Apart: a name server that is down takes longer than a connection, and must not keep peers from being tried.
     looking_up, connecting = asyncio.Semaphore(AT_ONCE_MAX), asyncio.Semaphore(AT_ONCE_MAX)
     others = [(me + turn) % len(peers) for turn in range(1, len(peers))]
     deadline = asyncio.get_running_loop().time() + limit_s
@@ -167,7 +173,7 @@ async def probe_all(me: int, key: bytes, peers: Sequence[Peer], limit_s: float) 
                 return await probe(peers[index], index, key, transfer_s=0.0)
         except TimeoutError:
             error = f"not tried within {limit_s:g} s: too many others do not answer"
-            return NodePath(to=index, reached=Reached.SILENT, address=shown(peers[index]), error=error)
+            return NodePath(to=index, reached=Reached.SILENT, address=str(peers[index].endpoint), error=error)
 
     async def one(index: int) -> NodePath:
         (names, error), path = await asyncio.gather(name_of(peers[index]), path_to(index))
@@ -187,7 +193,7 @@ async def probe(
 ) -> NodePath:
     """Measure the path to one peer. `transfer_s` is the duration of the bandwidth measurement; 0: none. Never
     raises."""
-    path = NodePath(to=index, reached=Reached.UNREACHABLE, address=shown(peer))
+    path = NodePath(to=index, reached=Reached.UNREACHABLE, address=str(peer.endpoint))
     try:
         sock = await _connected(peer)
     except UnresolvedHostError:
@@ -214,16 +220,11 @@ async def probe(
         writer.transport.abort()
 
 
-def shown(peer: Peer) -> str:
-    """Address and port, as users write them."""
-    return f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
-
-
 async def _connected(peer: Peer) -> socket.socket:
     """Connect to the first of its addresses that answers: --local-addr may be a name, which each node looks up, as
     ranks do with MASTER_ADDR. Raises UnresolvedHostError, and OSError for the last one."""
     async with asyncio.timeout(CONNECT_S_MAX):
-        *others, last = await resolved(Endpoint(host=peer.address, port=peer.port))
+        *others, last = await resolved(peer.endpoint)
     for place in others:
         with contextlib.suppress(OSError):
             return await connect(*place, CONNECT_S_MAX)

@@ -238,6 +238,7 @@ def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
 
 def blamed(check: JointCheck, measured: list[tuple[Way, float]]) -> str:
     """The node that is slow with all others, in words; empty: none is, or only the worst links are known."""
+    # Beside the worst links alone, most nodes look slow, or none does.
     if any(report is not None and report.is_part for report in check.reports):
         return ""
     rates: dict[tuple[int, int], float] = {}

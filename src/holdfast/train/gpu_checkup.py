@@ -125,26 +125,25 @@ def all_reduce(kind: str, ranks: int, variables: dict[str, str]) -> dict[str, An
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=limit)
     command = [sys.executable, os.path.abspath(__file__), "reduce", kind]
     with ExitStack() as files:  # NCCL may write more than a pipe holds
-        said = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * ranks)]
+        out, err = ([files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)] for _ in range(2))
         started = [
             subprocess.Popen(
                 [*command, str(rank), str(ranks), str(store.port)],
                 env={**os.environ, **variables},
-                stdout=said[2 * rank],
-                stderr=said[2 * rank + 1],
+                stdout=out[rank],
+                stderr=err[rank],
             )
             for rank in range(ranks)
         ]
         failed = _first_failure(started)
-        for each in said:
-            each.seek(0)
-        texts = [each.read() for each in said]
+        shown = out[0] if failed is None else err[failed]
+        shown.seek(0)
+        lines = [line for line in shown.read().splitlines() if line.strip()]
     if failed is None:
-        found: dict[str, Any] = json.loads(texts[0].splitlines()[-1])
+        found: dict[str, Any] = json.loads(lines[-1])
         return found
     if failed < 0:
         return {"error": f"it did not end within {REDUCE_S_MAX:g} s"}
-    lines = [line for line in texts[2 * failed + 1].splitlines() if line.strip()]
     why = lines[-1] if lines else f"its process ended with {started[failed].returncode}"
     return {"error": f"{'GPU' if kind == 'cuda' else 'process'} {failed}: {why}"[:500]}
 
