@@ -34,7 +34,8 @@ class Story:
     pids: dict[int, int] = field(default_factory=dict)
     step: int = 0
     killed_at_s: float | None = None
-    killed_at_step: int = 0
+    last_step: int = 0
+    """The newest step that was done before the crash."""
     resumed_step: int | None = None
     caught_up: bool = False
     accuracy: float | None = None
@@ -51,6 +52,8 @@ class Story:
             self.on_start(int(match[1]), int(match[2]), int(match[3]))
         if match := re.search(r"resuming after epoch (\d+) step (\d+)", line):
             self.resumed_step = int(match[2])
+            # Some steps were done between the line that was read and the kill, and the last one may have no line.
+            self.last_step = max(self.step, self.resumed_step)
             self.tell(f"the snapshot is loaded: going on after epoch {match[1]}, step {match[2]}")
         elif match := re.search(r"step (\d+) loss", line):
             self.on_step(int(match[1]))
@@ -68,12 +71,12 @@ class Story:
         self.step = step
         if self.killed_at_s is None and step >= KILL_AT_STEP:
             os.kill(self.pids[1], signal.SIGKILL)
-            self.killed_at_s, self.killed_at_step = self.now_s(), step
+            self.killed_at_s = self.now_s()
             self.tell(f"step {step}: kill -9 {self.pids[1]} (rank 1)")
-        elif self.resumed_step is not None and not self.caught_up and step > self.killed_at_step:
+        elif self.resumed_step is not None and not self.caught_up and step > self.last_step:
             self.caught_up = True
             lost_s = self.now_s() - (self.killed_at_s or 0.0)
-            again = self.killed_at_step - self.resumed_step
+            again = self.last_step - self.resumed_step
             self.tell(f"step {step}: past the crash. Lost: {lost_s:.1f} s; {again} steps were done again")
 
 

@@ -106,8 +106,7 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-_PASSWORD, _IN_URL = re.compile(r"(password\s*=)[^,]*"), re.compile(r"(?<=://)[^/@\s,]*@")
-
+_PASSWORD, _IN_URL = re.compile(r"(password\s*=\s*)[^,]*"), re.compile(r"(?<=://)[^/@\s,]*@")
 
 PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 """A password in an address: `http://u:secret@etcd:2379`. A user alone is none; what is shown has neither."""
@@ -119,7 +118,7 @@ def without_passwords(value: str) -> str:
     >>> without_passwords("user=u,password=secret,timeout=3"), without_passwords("http://u:secret@etcd:2379")
     ('user=u,password=***,timeout=3', 'http://***@etcd:2379')
     >>> without_passwords("user = u, password = secret")
-    'user = u, password =***'
+    'user = u, password = ***'
     """
     return _IN_URL.sub("***@", _PASSWORD.sub(r"\1***", value))
 

@@ -10,6 +10,7 @@ GOOD = [
     ("", "localhost", 29400),
     ("  \t", "localhost", 29400),
     ("node1", "node1", 29400),
+    ("LOCALHOST:7", "localhost", 7),
     (" node1:1234 ", "node1", 1234),
     ("dummy-1.com:0", "dummy-1.com", 0),
     ("dummy.com:65535", "dummy.com", 65535),

@@ -63,6 +63,9 @@ def test_a_password_is_in_no_script_that_others_can_read(line: str) -> None:
 
 def test_a_folder_that_python_runs_is_a_script(folder: Path) -> None:
     (folder / "package").mkdir()
+    with pytest.raises(ScriptError, match=r"folder without a __main__\.py"):
+        read("package")
+    (folder / "package/__main__.py").touch()
     assert read("package").batch.command[-1] == "package"
     assert read("'s_$local_rank.py'").batch.command[-1] == "s_$local_rank.py"
 

@@ -32,6 +32,7 @@ from holdfast.cli.option_table import line as help_line
 from holdfast.cli.printing import Parser, print_json
 from holdfast.linux import GroupLimits, read_text
 from holdfast.protocol.errors import RendezvousConfigError, UsageError
+from holdfast.text import without_passwords
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
@@ -268,7 +269,6 @@ VARIABLES = re.compile(
     r"|^(RANK|LOCAL_RANK|WORLD_SIZE|XDG_RUNTIME_DIR|TMPDIR|KUBERNETES_SERVICE_HOST)$"
 )
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-IN_URL = re.compile(r"(://)[^/@\s]*@")
 MASK = "***"
 COMMIT_FILE = "commit.txt"
 """A file in the package with the commit; `make dist` writes it."""
@@ -477,7 +477,7 @@ def masked(name: str, value: str) -> str:
     if SECRET.search(name) and value:
         return MASK
     value = re.sub(r"(?i)\b([\w-]*(?:token|secret|passw|key|auth)[\w-]*\s*=\s*)[^,\s]+", rf"\1{MASK}", value)
-    value = IN_URL.sub(rf"\1{MASK}@", value)
+    value = without_passwords(value)
     return value if len(value) <= VALUE_CHARS_MAX else f"{value[:VALUE_CHARS_MAX]}…"
 
 

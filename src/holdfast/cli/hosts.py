@@ -27,7 +27,7 @@ from holdfast.cli.resolve import is_number, line_of_other_agent, resolve, shown_
 from holdfast.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.launchers.ssh.hosts import Expected, HostSpec, LaunchSpec, parse_file, parse_list, select
 from holdfast.protocol.charter import VOTERS_MIN
-from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
+from holdfast.protocol.errors import EndpointError, HostsError, NodesError, UsageError
 from holdfast.protocol.options import CommandKind
 from holdfast.text import is_loopback, listed
 
@@ -201,8 +201,6 @@ def check_line(parsed: Parsed) -> None:
         raise parsed.error("standalone", UsageError, "means one node; leave out this option or the hosts")
     if parsed.given("rdzv_backend") and parsed.values.rdzv_backend == "static":
         raise parsed.error("rdzv_backend", UsageError, "with --hosts the nodes meet by c10d (the default) or etcd")
-    if parsed.values.training_script == "-":
-        raise ScriptError("a script from standard input cannot be sent to other hosts")
 
 
 def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from holdfast.protocol.policy import Grow, JobSpec, Limits
 from holdfast.protocol.train_contract import Survive
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.backends import check_backend, default_port, has_shared_value
-from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
+from holdfast.rendezvous.conf import LOOPBACK, PORT_MAX, parse_endpoint
 from holdfast.text import PASSWORD_IN_URL, is_loopback, plural
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from holdfast.protocol.options import RunOptions
 
 STATIC_PORT = 29500
-LOOPBACK = "localhost"
 ENDPOINTS_MAX = 16
 
 

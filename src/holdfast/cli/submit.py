@@ -25,10 +25,11 @@ from holdfast import own_folders
 from holdfast.cli import EXIT_INTERRUPTED, grammar, say
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
 from holdfast.cli.printing import print_json
+from holdfast.cli.program import check_script
 from holdfast.cli.rendezvous import conf_to_publish
 from holdfast.cli.resolve import preempt_signal as preempt_signal_of
 from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
-from holdfast.protocol.errors import CallerError, MissingPackageError, ScriptError, UsageError
+from holdfast.protocol.errors import CallerError, MissingPackageError, UsageError
 from holdfast.protocol.exit_codes import EXIT_FAILURE, EXIT_SIGNAL_BASE, ExitCode, Scheduler, codes_for
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 
@@ -238,7 +239,7 @@ def read(argv: Sequence[str]) -> BatchRequest | None:
     # Both are read for what they refuse: the agents read the options again.
     preempt_signal_of(parsed)
     conf_to_publish(parsed, "the job's script; use password_file=, with a file that the nodes can read")
-    check_script(parsed, directives)
+    check_script_here(parsed, directives)
     name = job_name(parsed.values.training_script)
     return BatchRequest(
         Batch(tuple(directives), (sys.executable, *run), name),
@@ -284,13 +285,13 @@ def begin_chain(directives: list[Directive]) -> None:
     directives.append(Directive("comment", f"{CHAIN_MARK}{secrets.token_hex(4)}"))
 
 
-def check_script(parsed: grammar.Parsed, directives: Sequence[Directive]) -> None:
-    """Raise ScriptError for a missing script: the job starts in this folder."""
+def check_script_here(parsed: grammar.Parsed, directives: Sequence[Directive]) -> None:
+    """Raise ScriptError for a script that python could not run: the job starts in this folder."""
     given = parsed.values
     # A module or a program need not be a file of this folder, and with --chdir the folder is another one.
     elsewhere = given.module or given.no_python or any(each.name == "chdir" for each in directives)
-    if not elsewhere and not os.path.exists(given.training_script) and "$" not in given.training_script:
-        raise ScriptError(f"{given.training_script} does not exist here, and the job starts in this folder")
+    if not elsewhere and "$" not in given.training_script:
+        check_script(given.training_script, os.environ)
 
 
 def take_directive(words: list[str], spellings: dict[str, Option]) -> Directive | None:

@@ -18,6 +18,7 @@ from holdfast.rendezvous.conf_values import Value, flag, on_or_off, whole_second
 from holdfast.text import without_passwords
 
 PORT_MAX = 65535
+LOOPBACK = "localhost"
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HOST = re.compile(r"[\w.:-]+")
@@ -51,13 +52,14 @@ def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
         raise EndpointError(f"the endpoint {text!r} has host {host!r}, which is neither a name nor an address")
     if ":" in host and not _looks_like_v6(host):
         raise EndpointError(f"the endpoint {text!r} is ambiguous; write an IPv6 address in brackets: [address]:port")
-    return Endpoint(host=host, port=port)
+    # A name in capital letters is the same name; whether the port is open to other machines depends on this one.
+    return Endpoint(host=LOOPBACK if host.lower() == LOOPBACK else host, port=port)
 
 
 def _split(text: str) -> tuple[str, str | None]:
     """Host and port, split at the last colon unless the whole is one address in brackets."""
     if not text:
-        return "localhost", None
+        return LOOPBACK, None
     if text.startswith("[") and text.endswith("]"):
         return text[1:-1], None
     host, colon, port_text = text.rpartition(":")
