@@ -122,12 +122,14 @@ def test_all_is_in_the_file_when_the_agent_is_killed(job_folder) -> None:
     job_folder.all_gone()
 
 
-def test_on_a_terminal_workers_see_one(job_folder) -> None:
+@pytest.mark.parametrize("preload", ["none", "json"], ids=["executed", "forked"])
+def test_on_a_terminal_workers_see_one(job_folder, preload: str) -> None:
     script = job_folder.script(
         "note('tty', out=os.isatty(1), err=os.isatty(2))\nprint('line')\nprint('bar', end='\\r')"
     )
     ours, theirs = pty.openpty()
-    agent = job_folder.start("--standalone", "--no-dedup", "--nproc-per-node", "2", script, stdout=theirs)
+    options = ("--standalone", "--no-dedup", f"--preload={preload}", "--nproc-per-node", "2")
+    agent = job_folder.start(*options, script, stdout=theirs)
     os.close(theirs)
     seen = b""
     end = time.monotonic() + limit_s(20)
@@ -143,6 +145,7 @@ def test_on_a_terminal_workers_see_one(job_folder) -> None:
     assert agent.end() == 0
     assert [(each["out"], each["err"]) for each in job_folder.trail("tty")] == [(True, True)] * 2
     assert seen.count(b"line") == 2, seen
+    assert b"preload" not in seen, "the fork server says when it cannot fork"
     assert b"line" in (agent.folder / "attempt_0" / "0" / "stdout.log").read_bytes()
 
 

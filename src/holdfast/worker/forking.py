@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import io
 import os
 import select
 import signal
@@ -205,11 +206,14 @@ def renew_streams() -> None:
 def renew_stream(fd: int, stream: Any) -> None:
     """Make one stream new, with the settings that a start by exec would give it: they depend on what is at `fd`."""
     encoding, errors, buffer, unbuffered = stream.encoding, stream.errors, stream.buffer, stream.write_through
-    raw = getattr(buffer, "raw", buffer)
-    raw.__init__(fd, "wb" if fd else "rb", closefd=False)
+    # Not the old one: it remembers whether it could seek, also over __init__. The fork server's output is a memory file,
+    # which can, and a worker's may be a terminal or a pipe, which cannot: the stream's __init__ would raise then.
+    raw: Any = io.FileIO(fd, "wb" if fd else "rb", closefd=False)
     raw.name = ("<stdin>", "<stdout>", "<stderr>")[fd]
-    if buffer is not raw:
+    if hasattr(buffer, "raw"):
         buffer.__init__(raw, raw._blksize)
+    else:  # as with `python -u`
+        buffer = raw
     lines = not unbuffered and (raw.isatty() or fd == 2)
     stream.__init__(buffer, encoding, errors, newline="\n", line_buffering=lines, write_through=unbuffered)
     stream.mode = "w" if fd else "r"
