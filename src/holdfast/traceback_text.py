@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 JOINT = re.compile(
-    r"\n*^(?:During handling of the above exception, another exception occurred:"
+    r"(?<!\n)\n*^(?:During handling of the above exception, another exception occurred:"
     r"|The above exception was the direct cause of the following exception:)\s*\n",
     re.MULTILINE,
 )

@@ -62,7 +62,7 @@ RELAYED = re.compile(
 )
 """Texts of scripts whose ranks agree to end: `another rank failed`, `error on some rank`, `not all ranks succeeded`."""
 JOINT = re.compile(r"^(?:During handling of the above|The above) exception[^\n]*:$", re.MULTILINE)
-ON_PURPOSE = re.compile(r"^ +(?:.*[:;] *)?raise\b.*\n(?:[ ^~]+\n)?(?=\S)", re.MULTILINE)
+ON_PURPOSE = re.compile(r"^ +(?:\S.*[:;] *)?raise\b.*\n(?:[ ^~]+\n)?(?=\S)", re.MULTILINE)
 """The innermost line of a traceback, if it is a `raise`, above the exception."""
 LIBRARY_FRAME = re.compile(r"site-packages|dist-packages|/lib/python3")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 LINE_BYTES_MAX = 1024 * 1024
 """A longer line is cut."""
 
-_TRAILING_RETURNS = re.compile(rb"\r+\n")
+_TRAILING_RETURNS = re.compile(rb"(?<!\r)\r+\n")
 _OVERWRITTEN = re.compile(rb"(?m)^[^\n]*\r")
 _CURSOR_CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
 """Every control sequence except colours (final byte m)."""

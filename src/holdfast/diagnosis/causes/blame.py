@@ -85,7 +85,7 @@ TRANSPORT = AnyCase(
 """Libraries and functions by which training peers communicate."""
 
 GENUINE = re.compile(
-    r"\w+\.(?:cc|cpp|hpp|h):\d+|\[\d{1,3}(?:\.\d{1,3}){3}\]:\d+|\[Rank \d+\]|WorkNCCL\(|^Last error:", re.MULTILINE
+    r"\w\.(?:cc|cpp|hpp|h):\d|\[\d{1,3}(?:\.\d{1,3}){3}\]:\d+|\[Rank \d+\]|WorkNCCL\(|^Last error:", re.MULTILINE
 )
 """The original text of a library, not a quotation of it."""
 

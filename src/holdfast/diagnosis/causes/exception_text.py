@@ -21,8 +21,8 @@ CHAINED = re.compile(
 HEAD = "Traceback (most recent call last):"
 DIRECT = "The above exception was the direct cause"
 GROUP = "Exception Group Traceback (most recent call last):"
-FIRST_OF_GROUP = re.compile(r"^\s*\+-\+-+ 1 -+\s*$", re.MULTILINE)
-IN_GROUP = re.compile(r"^\s*\| ?", re.MULTILINE)
+FIRST_OF_GROUP = re.compile(r"^[ \t]*\+-\+-+ 1 -+[ \t]*$", re.MULTILINE)
+IN_GROUP = re.compile(r"^[ \t]*\| ?", re.MULTILINE)
 THREAD = re.compile(r"^Exception in thread (.+):\n(?=Traceback )", re.MULTILINE)
 HANDLED = re.compile(
     r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?:\S.*\n?)?"
@@ -31,7 +31,7 @@ HANDLED = re.compile(
 )
 """A traceback on stderr, with the first line of its exception, and what joins it to the next one of a chain."""
 ASIDE = re.compile(
-    r"^\[?[WID]\d{4} |\w*Warning: |^\s*warnings\.warn\(|^wandb: (?!ERROR)|\b(?:INFO|DEBUG|WARNING)\b"
+    r"^\[?[WID]\d{4} |Warning: |^\s*warnings\.warn\(|^wandb: (?!ERROR)|\b(?:INFO|DEBUG|WARNING)\b"
     r"|resource_tracker|^holdfast: process \d+ raised|^terminate called (?:without|recursively)"
     r"|^(?:make|srun|slurmstepd)\S*: "
 )
@@ -57,7 +57,7 @@ SAID_LINES_MAX = 8
 """Number of last lines that may explain why a program ended with an exit code of its own."""
 RANK_PREFIX = re.compile(r"^(?:\[[^\]\n]{0,40}rank ?\d+[^\]\n]{0,40}\]:? ?|\[?default\d+\]?: ?)", re.MULTILINE)
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\.<locals>\.[\w.]+)*)(?::[ \n]|:?$)")
-FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
+FRAME = re.compile(r'^[ \t]+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
 FRAMES_MAX = 12
 NATIVE_END = re.compile(r"terminate called after throwing an instance of '([^']*)'\s*(?:what\(\):\s*(.*))?", re.DOTALL)
@@ -67,7 +67,7 @@ IN_WORKER = re.compile(
     r"|^[\w.]*CheckpointException(?:: CheckpointException)? ranks:.*"
 )
 NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
-PLACED = re.compile(r'^\s+File "([^"\n]+)", line (\d+)(?:,? in .+)?(?:\n(?!\s+File )[ \t]+(\S.*))?', re.MULTILINE)
+PLACED = re.compile(r'^[ \t]+File "([^"\n]+)", line (\d+)(?:,? in .+)?(?:\n(?![ \t]+File )[ \t]+(\S.*))?', re.MULTILINE)
 OURS = re.compile(r"/holdfast/\w+/|/runpy\.py")
 SOURCE_CHARACTERS_MAX = 80
 RAISE = re.compile(r"(?:^|[:;] *)raise\b")

@@ -20,10 +20,10 @@ from holdfast.text import ranks_text
 
 CALL = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 DUMPED_CALL = re.compile(
-    r'^\s+File "[^"\n]*/torch/distributed/distributed_c10d\.py", line \d+ in ([a-z]\w*)', re.MULTILINE
+    r'^[ \t]+File "[^"\n]*/torch/distributed/distributed_c10d\.py", line \d+ in ([a-z]\w*)', re.MULTILINE
 )
-SHAPE = re.compile(r"\w+\[([\d, ]*)\]")
-SIZED = re.compile(r"[a-z]+(\d*)\w*\[([\d, ]*)\]")
+SHAPE = re.compile(r"\b\w++\[([\d, ]*)\]")
+SIZED = re.compile(r"\b[a-z]++(\d*+)\w*+\[([\d, ]*)\]")
 """The bits of a type, which its name has, and a shape: `bfloat16[4, 2]`, `bool[7]`."""
 BITS_OF_BOOL = 8
 SIDES_DIFFER = frozenset(["gather", "scatter", "reduce", "broadcast"])
