@@ -220,7 +220,7 @@ def test_what_ends_a_row_of_identical_errors(signature: str, lived_s: float) -> 
     ("max_restarts", "reason"),
     [
         (0, "no restarts were allowed (--max-restarts 0)"),
-        (1, "all 1 restarts are used"),
+        (1, "the one restart is used"),
         (3, "all 3 restarts are used"),
     ],
 )

@@ -218,7 +218,7 @@ def test_what_the_budget_does_not_allow_in_a_row_restarts_all_as_one_loss() -> N
     harness.kill_worker(2)
     harness.prepare(1, 2)
     harness.kill_worker(2, 1)
-    assert refusal(harness) == "all 1 restarts are used"
+    assert refusal(harness) == "the one restart is used"
     for link in (1, 2):
         harness.say(link, Stopped(2))
     assert (harness.machine.phase, harness.machine.budget.used) == (Phase.PREPARING, 1), "it costs nothing more"
@@ -293,7 +293,7 @@ def test_each_survived_loss_is_charged_until_nothing_is_left() -> None:
     went_on(harness)
     assert harness.machine.budget.used == 1
     harness.kill_worker(1)
-    assert refusal(harness) == "all 1 restarts are used"
+    assert refusal(harness) == "the one restart is used"
 
 
 def test_the_back_off_delays_the_replacement_and_not_the_others() -> None:

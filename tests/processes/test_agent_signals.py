@@ -160,6 +160,17 @@ def test_an_ignored_hangup_stays_ignored(job_folder) -> None:
     assert len(job_folder.trail("end")) == 1
 
 
+@pytest.mark.parametrize("name", ["INT", "QUIT"])
+def test_what_a_shell_script_ignores_in_the_background_ends_the_job(job_folder, name: str) -> None:
+    """Agent and workers: `holdfast run ... &` in a script, as with torchrun."""
+    background = ("sh", "-c", f'trap \'\' {name}; exec "$0" "$@"', sys.executable, "-m", "holdfast.run")
+    agent = job_folder.start("--standalone", job_folder.script("meet()\nhold()"), program=background)
+    job_folder.wait(1, "up")
+    agent.signal(signal.Signals[f"SIG{name}"])
+    assert agent.end() == 128 + signal.Signals[f"SIG{name}"], agent.text
+    job_folder.all_gone()
+
+
 def test_interrupt_of_a_terminals_foreground_group(job_folder) -> None:
     """Ctrl-C reaches the agent alone: workers have their own sessions and hear of it through the agent, once."""
     script = job_folder.script("on_signal('SIGINT', exit_code=0)\nmeet()\nprint(os.getpid(), os.getsid(0))\nhold()")

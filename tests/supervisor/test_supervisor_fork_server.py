@@ -192,7 +192,9 @@ async def test_one_that_dies_while_it_imports_is_not_built_again(preloaded: Any)
     preloaded.start_fork_server("heavy")
     preloaded.spawn("a")
     assert await preloaded.end_of("a") == [0]
-    assert preloaded.told == ["the fork server ended with exit code -6; workers are started by exec"]
+    assert preloaded.told == [
+        "the fork server ended with exit code -6; each worker imports by itself: starts are slower"
+    ]
 
 
 UNFIT = {

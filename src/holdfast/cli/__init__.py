@@ -272,7 +272,7 @@ def unknown(command: str) -> str:
 
     if command.startswith("-") or command.endswith(".py"):
         return f"{command!r} is not a command; for torchrun's command line write: holdfast run {command} ..."
-    nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.4)
+    nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.6)
     meant = OTHER_WORDS.get(command) or next(iter(nearest), "")
     hint = f"did you mean {meant}?" if meant else f"the commands are {', '.join(COMMANDS)}"
     return f"{command!r} is not a command; {hint}"

@@ -81,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     shells = [word for word in argv if word != "--json"]
     if len(shells) != 1 or shells[0] not in SHELLS:
-        raise UsageError(f"holdfast completion: no shell given; write one of {', '.join(SHELLS)}")
+        given = f", not {' '.join(shells)}" if shells else ""
+        raise UsageError(f"holdfast completion: give one shell of {', '.join(SHELLS)}{given}")
     scripts = {"bash": bash, "zsh": zsh, "fish": fish, "tcsh": tcsh}
     script = scripts[shells[0]](commands())
     if len(argv) > len(shells):

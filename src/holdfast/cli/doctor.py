@@ -204,7 +204,7 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
     while not facts.done():
         await asyncio.wait([facts], timeout=max(0.0, pauses.at_s - time.monotonic()))
         if not facts.done() and pauses.due(now := time.monotonic()):
-            say(f"checking this node for {now - began:.0f} s; importing torch takes longest")
+            say(f"still checking this node, {now - began:.0f} s so far; importing torch takes longest")
 
 
 def joint_options(parsed: Parsed, rdzv: RendezvousOptions, asked: FactsRequest) -> JointOptions:

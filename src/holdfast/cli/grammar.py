@@ -378,12 +378,18 @@ def nearest(word: str, spellings: Mapping[str, Option]) -> str:
         return f" of holdfast run, which always behaves like this: leave it out ({plain} is for `holdfast launch`)"
     if (meant := OTHER_LAUNCHERS.get(plain.removeprefix("--"))) in spellings:
         return f"; did you mean {meant}?"
-    dashed = [spelling for spelling in spellings if "_" not in spelling]
-    # The word may be a misspelt name, or a misspelt beginning of one.
-    beginnings = {spelling[: len(plain)]: spelling for spelling in reversed(dashed)}
-    matches = difflib.get_close_matches(plain, dashed, n=1, cutoff=0.7)
-    matches += [beginnings[match] for match in difflib.get_close_matches(plain, beginnings, n=1, cutoff=0.7)]
-    return f"; did you mean {matches[0]}?" if matches else "; see holdfast run --help"
+    # Without the dashes, which all of them have: --lr is not like --slurm. The word may be a misspelt name, or a
+    # misspelt beginning of one.
+    names = {spelling.lstrip("-"): spelling for spelling in spellings if "_" not in spelling}
+    beginnings = {name[: len(plain) - 2]: names[name] for name in reversed(names)}
+    matches = [
+        known[match]
+        for known in (names, beginnings)
+        for match in difflib.get_close_matches(plain[2:], known, n=1, cutoff=0.7)
+    ]
+    return (
+        f"; did you mean {matches[0]}?" if matches else "; see holdfast run --help. Options of the script come after it"
+    )
 
 
 def convert(option: Option, text: str, name: str) -> object:

@@ -23,7 +23,7 @@ from holdfast.protocol.options import CommandKind
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.run_folder import safe_name
 from holdfast.supervisor.worker_command import backends_text, worker_environment
-from holdfast.text import without_passwords
+from holdfast.text import plural, without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -312,9 +312,8 @@ def preload_text(options: RunOptions) -> str:
 
 def standby_text(options: RunOptions) -> str:
     if options.standby:
-        return (
-            f"{options.nproc} standby workers while the workers run; events.jsonl and holdfast report show their memory"
-        )
+        workers = plural(options.nproc, "standby worker")
+        return f"{workers} while the workers run; events.jsonl and holdfast report show their memory"
     return "none"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import textwrap
 import time
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from holdfast.diagnosis.history import (
 )
 from holdfast.diagnosis.reference import Explanation, explanations, headings, nearest_codes, normal_code, search
 from holdfast.protocol.errors import UsageError
+from holdfast.protocol.exit_codes import EXIT_CODES
 from holdfast.run_folder import default_log_dir
 from holdfast.runs.copies_report import CopiesData, ResumedData, copies_of
 from holdfast.runs.finding import newest_ended, run_folders, screen_of
@@ -252,8 +254,14 @@ def main_explain(argv: Sequence[str]) -> int:
     known = explanations()
     if len(chosen.codes) > 1 and normal_code(chosen.codes[0]) not in known:
         chosen.codes = [" ".join(chosen.codes)]  # words without quotes
-    if len(chosen.codes) == 1 and normal_code(chosen.codes[0]) not in known and (found := search(chosen.codes[0])):
-        return show_found(found, as_json=chosen.json)
+    if len(chosen.codes) == 1 and normal_code(chosen.codes[0]) not in known:
+        of_exit_code, found = exit_code_text(chosen.codes[0]), search(chosen.codes[0])
+        if of_exit_code and not chosen.json:
+            print(of_exit_code, end="\n\n" if found else "\n")
+        if found:
+            return show_found(found, as_json=chosen.json)
+        if of_exit_code and not chosen.json:
+            return 0
     wanted = [explanation_of(code, known) for code in chosen.codes] or list(known.values())
     if chosen.json:
         print_json({"codes": [asdict(each) for each in wanted]})
@@ -266,6 +274,15 @@ def main_explain(argv: Sequence[str]) -> int:
             print()
         print("holdfast explain CODE explains a code; holdfast explain WORDS searches: holdfast explain exit code 137")
     return 0
+
+
+def exit_code_text(text: str) -> str:
+    """The meaning of an exit code of holdfast that is named as `exit code 75` or `75`; empty: none is named."""
+    named = re.fullmatch(r"(?:exit )?(?:code|status)? *(\d{1,3})", text.strip().lower())
+    return next(
+        (f"exit code {each.number}: {each.meaning}" for each in EXIT_CODES if named and each.number == int(named[1])),
+        "",
+    )
 
 
 def show_found(found: list[Explanation], *, as_json: bool) -> int:

@@ -95,9 +95,9 @@ class Budget:
 
 
 def _spent(max_restarts: int) -> str:
-    return (
-        "no restarts were allowed (--max-restarts 0)" if max_restarts == 0 else f"all {max_restarts} restarts are used"
-    )
+    if max_restarts == 0:
+        return "no restarts were allowed (--max-restarts 0)"
+    return "the one restart is used" if max_restarts == 1 else f"all {max_restarts} restarts are used"
 
 
 Judge = Callable[[Evidence], Verdict]

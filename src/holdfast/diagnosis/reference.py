@@ -102,13 +102,15 @@ def search(text: str) -> list[Explanation]:
     found = []
     for each in explanations().values():
         heads, rest = each.name.lower(), f"{each.cause} {each.evidence} {each.fix}".lower()
-        points = sum(3 * (word in heads) + (word in rest) for word in words)
-        whole = all(word in heads or word in rest for word in words)
+        # At the beginning of a word: `hang` means `hangs`, and not `changed`.
+        begins = {word: re.compile(rf"\b{word}") for word in words}
+        points = sum(4 if begins[word].search(heads) else bool(begins[word].search(rest)) for word in words)
+        whole = all(begins[word].search(heads) or begins[word].search(rest) for word in words)
         if exit_code is not None and each.exit_code == exit_code:
             points += 5
         if points and (whole or (exit_code is not None and each.exit_code == exit_code)):
-            found.append((-points, each.code, each))
-    return [each for _, _, each in sorted(found, key=lambda found: found[:2])][:FOUND_MAX]
+            found.append((-points, len(each.name), each.code, each))  # a short name is about little else
+    return [each for *_, each in sorted(found, key=lambda found: found[:3])][:FOUND_MAX]
 
 
 def _signal_of(number: int, text: str) -> str:

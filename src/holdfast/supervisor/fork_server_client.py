@@ -340,7 +340,13 @@ class ForkServerClient:
 
     def _report_problem(self, why: str, then: str) -> None:
         """`then`: what is done about it; empty: workers are started by exec."""
-        self._emit({"is": "preload", "text": f"{why}; {then or 'workers are started by exec'}", "trouble": True})
+        self._emit(
+            {
+                "is": "preload",
+                "text": f"{why}; {then or 'each worker imports by itself: starts are slower'}",
+                "trouble": True,
+            }
+        )
 
     def _close(self) -> None:
         """Do without the fork server. Queued requests are executed by exec now; those already sent see end-of-file on

@@ -67,6 +67,8 @@ _NOT_OURS = (*_TERMINAL, *_BROADCAST)
 """Signals that the supervisor ignores: it ends when the agent does, and not by Ctrl-C or a scheduler."""
 _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that every Python ignores from its start. The workers get their default action."""
+_NOT_INHERITED = (*_PYTHONS_OWN, signal.SIGINT, signal.SIGQUIT)
+"""A shell script ignores SIGINT and SIGQUIT for what it starts with `&`. torchrun ends by them there, too."""
 _HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
 """Signals whose default action does nothing."""
 _EXEC_FAILED = 127
@@ -169,11 +171,11 @@ def exec_supervisor(ignored: Sequence[int], limit: int | None = None) -> Supervi
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """Signals that were ignored when this process was started (Python's own two excepted)."""
+    """Signals that were ignored when this process was started, without those that are never inherited."""
     return tuple(
         signum
         for signum in sorted(signal.valid_signals())
-        if signum not in _PYTHONS_OWN and signal.getsignal(signum) is signal.SIG_IGN
+        if signum not in _NOT_INHERITED and signal.getsignal(signum) is signal.SIG_IGN
     )
 
 

@@ -206,8 +206,8 @@ def renew_streams() -> None:
 def renew_stream(fd: int, stream: Any) -> None:
     """Make one stream new, with the settings that a start by exec would give it: they depend on what is at `fd`."""
     encoding, errors, buffer, unbuffered = stream.encoding, stream.errors, stream.buffer, stream.write_through
-    # Not the old one: it remembers whether it could seek, also over __init__. The fork server's output is a memory file,
-    # which can, and a worker's may be a terminal or a pipe, which cannot: the stream's __init__ would raise then.
+    # Not the old one: it remembers whether it could seek, also over __init__. The fork server's output is a memory
+    # file, which can, and a worker's may be a terminal or a pipe, which cannot: the stream's __init__ would raise then.
     raw: Any = io.FileIO(fd, "wb" if fd else "rb", closefd=False)
     raw.name = ("<stdin>", "<stdout>", "<stderr>")[fd]
     if hasattr(buffer, "raw"):

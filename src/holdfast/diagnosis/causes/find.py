@@ -289,7 +289,9 @@ def _cause_without_rule(failure: Failure, parsed: ExceptionText) -> Cause:
     if failure.exit_code < 0 or _is_signal(failure.exit_code - 128):
         return Cause("HF204", f"was ended by {signal_name(failure.exit_code)}", _signal_advice(failure.exit_code))
     said = _cut(parsed.last_line, SAID_CHARACTERS_MAX)
-    advice = "" if said else "it wrote no reason: look for sys.exit() or os._exit() in the script"
+    advice = (
+        "" if said else "no reason of it was kept: look at its output, and for sys.exit() or os._exit() in the script"
+    )
     line = f"ended with exit code {failure.exit_code}{': ' if said else ''}{said}"
     return Cause("HF205", line, advice)
 

@@ -16,7 +16,7 @@ EXCLUDED = "1h"
 
 ABOUT_HOST = {
     "drain": "Have the nodes of one host leave a running job, after its workers have saved.",
-    "exclude": "The same, and let the host take no part for a time.",
+    "exclude": "Have the nodes of one host leave a running job, as by `drain`, and keep the host out for a time.",
     "readmit": "Let a host that is excluded from a running job take part again.",
 }
 
@@ -36,7 +36,7 @@ def host_parser(question: str) -> Parser:
     made.add_run()
     made.add_json()
     if question == "exclude":
-        usual = f"90s, 30min, 1h, 1d; {EXCLUDED}"
+        usual = f"how long: 90s, 30min, 1h or 1d (default: {EXCLUDED})"
         made.add_argument("--for", dest="time", default=EXCLUDED, metavar="TIME", help=usual)
     return made
 
@@ -52,6 +52,8 @@ def ask_about_host(question: str, argv: Sequence[str]) -> int:
     entry, answer = ask_job(chosen.run, question, Sent, {"host": chosen.host, "for_s": for_s or 0.0})
     if chosen.json:
         print_json({"run": entry.name, "host": chosen.host, "nodes": answer.nodes})
+    elif question == "readmit":
+        print(f"{entry.name}: {chosen.host} may take part")
     else:
         print(f"{entry.name}: {question} {chosen.host}: sent to {plural(answer.nodes, 'node')}")
     return 0
