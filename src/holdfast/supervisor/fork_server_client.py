@@ -445,6 +445,8 @@ class ForkServerClient:
     def _end_next(self) -> None:
         """End the next fork server, because the present one is gone."""
         for fork in [fork for fork in self._forks.values() if fork.modules]:
+            self._read_answer(fork)  # it may have begun to import, and then it is known by its number only from here on
+        for fork in [fork for fork in self._forks.values() if fork.modules]:
             self._drop(fork)
         if self._next is not None:
             self._shut(self._next.sock)
