@@ -221,8 +221,13 @@ def same_place(saved_to: str, path: Location) -> bool:
     return saved_to == str(path) or (isinstance(path, Path) and os.path.realpath(saved_to) == os.path.realpath(path))
 
 
+def size_text(count: int) -> str:
+    """A number of bytes as a user reads it: `41.0 kB`, `1.2 MB`."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
 def memory_row(state: dict[str, Any]) -> tuple[str, ...]:
-    size, of = f"{state['size_bytes'] / 1e6:.1f} MB", "another node" if state["copy"] else "this node"
+    size, of = size_text(state["size_bytes"]), "another node" if state["copy"] else "this node"
     return str(state["step"]), str(state["rank"]), of, size, duration(state["age_s"]), state["run"]
 
 
@@ -386,7 +391,7 @@ def row(snapshot: Snapshot) -> tuple[str, ...]:
     manifest = snapshot.manifest
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_unix_s))
     metrics = " ".join(f"{name}={value:.6g}" for name, value in sorted(manifest.metrics.items()))
-    size = f"{manifest.size_bytes / 1e6:.1f} MB"
+    size = size_text(manifest.size_bytes)
     if manifest.finite is False:
         metrics = f"{metrics} (has values that are not finite)".lstrip()
     return str(manifest.step), str(manifest.attempt), str(manifest.world), size, saved, metrics

@@ -238,7 +238,8 @@ class ExceptionText:
             return ""
         file, line, source = own[0 if crash else -1]  # a crash dump has the innermost frame first
         place = f"{file.rpartition('/')[2]}:{line}"
-        code = source.strip()[:SOURCE_CHARACTERS_MAX]
+        code = source.strip()
+        code = code if len(code) <= SOURCE_CHARACTERS_MAX else f"{code[:SOURCE_CHARACTERS_MAX]}…"
         return place if crash or not code or code.startswith("raise") else f"{place} `{code}`"
 
     @property
