@@ -69,7 +69,10 @@ demo: $(VENV)/.demo
 fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(FAST) -q -n 2 -p tests.support.pure --deselect $(LIGHT_AGENTS)
 
-test: check debian
+# Debian's packages are downloaded while pip works: one waits for the network, the other for a processor.
+test:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.dev debian
+	@$(MAKE) --no-print-directory check
 	$(BIN)/python -m tools.measured $(PYTEST) -p tests.support.processor_time $(ELSEWHERE)
 
 test-torch: $(TORCH_VENV)/.dev
