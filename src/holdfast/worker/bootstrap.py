@@ -454,6 +454,7 @@ def _serve_agent() -> Callable[[], None]:
         if os.path.basename(folder) == "__pycache__":  # an installation may start the cached file
             folder = os.path.dirname(folder)
         board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
+        _take_slot(address, board)
         _write_stacks_on_signal(address, board)
         _write_handled_exception_on_signal(address, board)
         package = os.path.dirname(folder)
@@ -463,6 +464,22 @@ def _serve_agent() -> Callable[[], None]:
         own_pid = os.getpid()
         return lambda: _report_exception(address, board) if os.getpid() == own_pid else None
     return lambda: None
+
+
+def _take_slot(address: str, board: Any) -> None:
+    """Write on the board that this process is the worker: its children inherit the variable, and one of them may ask
+    for a safe point first."""
+    path, _, slot = address.rpartition("@")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.pwrite(
+                fd, os.getpid().to_bytes(board.WORD_BYTES, sys.byteorder), (int(slot) + board.PID) * board.WORD_BYTES
+            )
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return  # the agent is gone
 
 
 def _report_exception(address: str, board: Any) -> None:
