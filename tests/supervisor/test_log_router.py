@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
-from holdfast.supervisor import log_tail
+from holdfast.supervisor import log_router, log_tail
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
 from holdfast.supervisor.log_spool import KEPT_BYTES_MAX, WorkerStreams
@@ -364,6 +364,36 @@ def test_a_filter_without_tee_makes_an_empty_file(pipe: PipeConsole, tmp_path: P
     assert node.attempt is not None
     assert (node.attempt / "filtered_stdout.log").read_bytes() == b""
     assert not (node.attempt / "filtered_stderr.log").exists()
+
+
+def test_a_disk_that_stalls_delays_no_attempt(
+    pipe: PipeConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is made on it, the mover's thread alone waits."""
+    goes_on = threading.Event()
+
+    def stalls(call: Callable[..., Any]) -> Callable[..., Any]:
+        def stalling(path: Any, *arguments: Any, **named: Any) -> Any:
+            if "attempt_" in str(path):
+                assert threading.current_thread().name == "holdfast-log-files"
+                goes_on.wait()
+            return call(path, *arguments, **named)
+
+        return stalling
+
+    monkeypatch.setattr(log_router, "FILES_S_MAX", 0.01)
+    with monkeypatch.context() as patch:
+        for name in ("open", "mkdir"):
+            patch.setattr(os, name, stalls(getattr(os, name)))
+        node = Node(pipe.read_on(), tmp_path).open(0)
+        node.write(0, b"one\n")
+        node.router.add(WorkerSlot(0, 100))
+        node.open(0, generation=2, restarts=1)
+        until(lambda: b"one" in pipe.out, "it on the console")
+        goes_on.set()
+        node.write(0, b"two\n")
+        assert node.end()
+    assert written(node, 0) == b"two\n"
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from holdfast.protocol.options import LogOptions, Std
 from holdfast.run_folder import RunFolder, WorkerSlot
 from holdfast.supervisor.console import Console, ConsoleStream, Terminal, TerminalPump
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
-from holdfast.supervisor.log_spool import LogMover, Spool, StreamFds, WorkerStreams, create, make_folder
+from holdfast.supervisor.log_spool import LogMover, Spool, StreamFds, WorkerStreams, create
 from holdfast.supervisor.log_tail import LogTail, StreamTail, TailGroup
 from holdfast.text import spans
 
@@ -37,6 +37,8 @@ RANK_COLOURS = (b"36", b"33", b"32", b"35", b"34", b"96", b"93", b"92", b"95", b
 """Terminal colour numbers of the `node:rank|` prefix, taken in turn; red is left to errors."""
 
 
+FILES_S_MAX = 2.0
+"""Limit for making the files of workers before they start (s): programs may write their error file beside them."""
 DISK_STALL_S_MAX = 5.0
 """Limit for a disk that takes nothing of the logs at the end (s)."""
 TERMINALS_S_MAX = 5.0
@@ -136,6 +138,7 @@ class LogRouter:
                 for worker in workers
             }
             self._mover.add(self._spools)
+            self._mover.await_files(FILES_S_MAX)
         except OSError as error:
             self._release(shown.values())
             self.end_attempt()
@@ -172,6 +175,7 @@ class LogRouter:
         try:
             streams = self._open_worker(folder, worker, shown)
             self._mover.add(self._spools[spools:])
+            self._mover.await_files(FILES_S_MAX)
         except OSError as error:
             self.started(worker.local_rank)
             self._release(shown.values(), spools=spools, terminals=terminals)
@@ -291,8 +295,6 @@ class LogRouter:
     def _open_worker(
         self, folder: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
     ) -> WorkerStreams:
-        with contextlib.suppress(OSError):  # the mover tries again, and reports it
-            make_folder(folder)
         spools = [self._spool(folder / name) for name in ("stdout.log", "stderr.log")]
         fds = StreamFds(
             self._open_stream(spools[0], Std.OUT, self._console.out, worker, shown),

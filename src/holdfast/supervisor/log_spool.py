@@ -373,6 +373,12 @@ class LogMover:
                     return False
         return True
 
+    def await_files(self, stalled_s_max: float) -> None:
+        """Wait until the file of each spool was made, or the disk has refused it; not for a disk that stalls."""
+        with self._news:
+            if self._threads:
+                self._await_turns(2, stalled_s_max)  # one may have begun without the newest spools
+
     def _await_turns(self, count: int, stalled_s_max: float) -> bool:
         """Wait for this number of turns of the writing thread. Returns False if one takes longer than `stalled_s_max`.
         Call it with the lock."""
