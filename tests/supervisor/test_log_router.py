@@ -284,6 +284,16 @@ def test_a_progress_bar_on_a_pipe(pipe: PipeConsole, tmp_path: Path) -> None:
     assert len(lines) <= 3 + (time.monotonic() - began)
 
 
+def test_a_progress_bar_comes_after_the_lines_before_it(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0, 1)
+    node.write(0, b"begins\n\r50%\r")
+    node.write(0, b"Traceback (most recent call last):\n\r50%\r", stream=1)
+    until(lambda: b"50%" in pipe.out and b"50%" in pipe.err, "the bars to be shown")
+    assert bytes(pipe.out) == b"n1:100| begins\nn1:100| 50%\n"
+    assert bytes(pipe.err).startswith(b"n1:100| Traceback")
+    assert node.end()
+
+
 def test_a_shown_state_is_not_repeated(pipe: PipeConsole, tmp_path: Path) -> None:
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"only\r")

@@ -204,6 +204,8 @@ class StreamTail:
         state = self._cutter.progress
         if self.hidden or not state or state == self._progress_shown:
             return b"", None
+        if self.held is not None and self.held.due is not None:  # it was printed before
+            return b"", self.held.due
         if now < self._progress_due:
             return b"", self._progress_due
         self._progress_shown, self._progress_due = state, now + PROGRESS_S
@@ -453,6 +455,12 @@ class Lane:
 
     def _add_progress(self, group: TailGroup, now: float, blocks: list[bytes]) -> float | None:
         """Add the states of lines that overwrite themselves. Returns the time of the next one; None: there is none."""
+        # They come after the lines that their ranks printed before, which may be folded meanwhile
+        # (test_a_progress_bar_comes_after_the_lines_before_it).
+        if group.fold is not None and group.fold.due is not None:
+            if group.fold.due > now:
+                return group.fold.due
+            blocks.append(group.fold.take())
         dues: list[float] = []
         for tail in group.tails:
             block, due = tail.take_progress(now)
