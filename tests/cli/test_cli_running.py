@@ -153,6 +153,16 @@ def test_a_run_by_id_by_its_beginning_and_by_folder(pretend: Pretend, tmp_path: 
     assert "gpt_two" in text
 
 
+def test_a_run_id_may_hold_a_slash(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    pretend("team_run2_one", run_id="team/run2", status=reply({**VIEW, "run_id": "team/run2"}))
+    ended = tmp_path / "state" / "holdfast" / "runs" / "team_run1_12345678"
+    ended.mkdir(parents=True)
+    (ended / "events.jsonl").write_text(json.dumps({"event": "begins", "run_id": "team/run1"}) + "\n")
+    assert said(capsys, "status", "team/run2", code=0).startswith("run team/run2: running")
+    assert f"{ended} has ended" in said(capsys, "stop", "team/run1", code=2)
+    assert "team/run3 is no run folder" in said(capsys, "status", "team/run3", code=2)
+
+
 def test_status_of_several_jobs_is_a_table(pretend: Pretend, capsys) -> None:
     pretend("bert_one", status=reply(VIEW))
     pretend("bert_one_again", status=reply(VIEW))
