@@ -17,6 +17,7 @@ import pytest
 
 from holdfast.supervisor import log_spool
 from holdfast.supervisor.log_spool import LogMover, Spool
+from holdfast.supervisor.supervisor import move_rest
 from tests.support.limits import limit_s, until
 
 
@@ -122,6 +123,25 @@ def test_a_healthy_disk_loses_nothing_and_frees_memory(path: Path) -> None:
     assert b"".join(got) == piece * 40
     assert stream.end()
     assert path.read_bytes() == piece * 40
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_sendfile_gets_all_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(os, "sendfile", refuse(number))
+    text = os.urandom(3 << 20)
+    stream = Stream(path)
+    stream.write(text)
+    assert stream.end()
+    assert (path.read_bytes(), stream.said) == (text, [])
+    memory = os.memfd_create("left")
+    os.write(memory, b"moved, left")
+    os.lseek(memory, 7, os.SEEK_SET)
+    with path.open("ab") as file:
+        move_rest(memory, file.fileno())
+    os.close(memory)
+    assert path.read_bytes() == text + b"left"
 
 
 def test_what_a_worker_truncates_stays_in_its_file(path: Path) -> None:

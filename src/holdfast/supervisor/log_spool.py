@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.supervisor.log_tail import POLL_S, ChangeWatch
+from holdfast.supervisor.move_bytes import move_bytes
 
 BACKLOG_BYTES_MAX = 16 << 20
 """Memory of one stream while its disk takes nothing (bytes)."""
@@ -200,7 +201,7 @@ class Spool:
             if self._missing_bytes:
                 self._note_missing(file)
             end = size if gap is None else min(size, gap[0])
-            os.sendfile(file, self.memory_fd, None, min(end - self.moved_bytes, CHUNK_BYTES_MAX))
+            move_bytes(self.memory_fd, file, min(end - self.moved_bytes, CHUNK_BYTES_MAX))
             before, self.moved_bytes = self.moved_bytes, os.lseek(self.memory_fd, 0, os.SEEK_CUR)
             if self.moved_bytes == before:
                 break  # truncated meanwhile

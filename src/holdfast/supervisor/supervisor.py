@@ -48,6 +48,7 @@ from holdfast.protocol.errors import PlatformError
 from holdfast.supervisor import fork_server_client as fork_server
 from holdfast.supervisor import processes
 from holdfast.supervisor.fence import Fence
+from holdfast.supervisor.move_bytes import move_bytes
 
 NAME = b"hf-supervisor"
 PROC = "/proc/self/fd"
@@ -109,7 +110,7 @@ def move_rest(memory_fd: int, file: int) -> None:
             os.write(file, missing_note(begin - at))
         at = os.lseek(memory_fd, begin, os.SEEK_HOLE) if begin < size else size
         os.lseek(memory_fd, begin, os.SEEK_SET)
-        while begin < at and (moved_bytes := os.sendfile(file, memory_fd, None, min(LOG_CHUNK_BYTES, at - begin))):
+        while begin < at and (moved_bytes := move_bytes(memory_fd, file, min(LOG_CHUNK_BYTES, at - begin))):
             begin += moved_bytes
 
 
