@@ -448,6 +448,24 @@ def test_replacements_have_files_beside_the_lost_workers_and_are_shown(pipe: Pip
     assert node.end()
 
 
+def test_many_replacements_need_no_more_descriptors_than_one(pipe: PipeConsole, tmp_path: Path) -> None:
+    """What a lost worker has written last is shown all the same."""
+    node = Node(pipe.read_on(), tmp_path, tee=TEE, duplicate_stdout_filters=("line",)).open(0, 1)
+    counts: list[int] = []
+    for number in range(5):
+        node.write(1, b"line of %d\nlast of %d" % (number, number))
+        node.write(1, b"Traceback (most recent call last):\n", stream=1)
+        node.workers[1] = node.router.add(WorkerSlot(1, 101))
+        node.router.started(1)
+        until(lambda number=number: b"last of %d\n" % number in pipe.out, "its last line to be shown")
+        until(lambda: all(len(group.tails) == 2 for group in node.router._groups), "the others to be closed")
+        until(lambda: len(node.router._mover._spools) == 4, "the others to be on the disk")
+        counts.append(fds_of_this_process())
+        node.workers[1] = node.router.add(WorkerSlot(1, 101))
+    assert len(set(counts)) == 1
+    assert node.end()
+
+
 def test_a_worker_that_has_another_rank_is_shown_with_it(pipe: PipeConsole, tmp_path: Path) -> None:
     node = Node(pipe.read_on(), tmp_path).open(0, 1)
     node.write(1, b"before\n")
