@@ -256,7 +256,7 @@ def without_text(lines: bytes, text: str) -> bytes:
     >>> without_text(b"a\\n[rank1]: b\\n[rank1]: c\\nd\\n", "b\\nc\\n")
     b'a\\nd\\n'
     """
-    wanted = text.rstrip().encode(errors="surrogateescape").split(b"\n")
+    wanted = text.rstrip().encode(errors="backslashreplace").split(b"\n")
     there = lines.splitlines(keepends=True)
     plain = [_TORCH_RANK.sub(b"", line).rstrip(b"\r\n") for line in there]
     # From the end: the traceback that ended the worker is the last one.
