@@ -17,7 +17,6 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,20 +81,17 @@ class RunFolder:
             return cls(None, why_none="no log folder can be written", notice=notice)
 
     def attempt(self, generation: int, restart_count: int) -> Path | None:
-        """The folder of this attempt, made if the disk allows; asking again for a generation gives the same one.
+        """The folder of this attempt; asking again for a generation gives the same one. The mover of the logs makes
+        it: no disk can delay a generation.
 
         A membership change starts a generation without counting a restart: it gets a folder of its own.
         """
         if self.path is None:
             return None
         if generation not in self._attempts:
-            first = f"attempt_{restart_count}"
-            names = (first, f"{first}_generation_{generation}")
-            try:
-                made = make_first(self.path, names)
-            except OSError:  # the code that writes into it tries to make it again
-                made = self.path / names[(self.path / first) in self._attempts.values()]
-            self._attempts[generation] = made
+            first = self.path / f"attempt_{restart_count}"
+            own = self.path / f"{first.name}_generation_{generation}"
+            self._attempts[generation] = own if first in self._attempts.values() else first
         return self._attempts[generation]
 
 
@@ -167,18 +163,11 @@ def safe_name(run_id: str) -> str:
 
 
 def _make_unique(parent: Path, name: str) -> Path:
-    names = [f"{name}_{_random_suffix()}" for _ in range(NAME_TRIES_MAX)]
-    return make_first(parent, names, mode=0o700)
-
-
-def make_first(parent: Path, names: Iterable[str], mode: int = 0o777) -> Path:
-    """Make the first of these folders that does not exist yet."""
-    for name in names:
-        try:
-            (parent / name).mkdir(mode=mode)
-        except FileExistsError:
-            continue
-        return parent / name
+    for _ in range(NAME_TRIES_MAX):
+        path = parent / f"{name}_{_random_suffix()}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            return path
     raise FileExistsError(17, "all names are taken", str(parent))
 
 

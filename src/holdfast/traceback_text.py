@@ -38,7 +38,7 @@ def shortened(text: str, *, bytes_max: int) -> str:
 def cut_middle(text: str, bytes_max: int) -> str:
     """The text in at most this many bytes of valid UTF-8: a quarter of them from its beginning, the rest from its end,
     which says most."""
-    raw = text.encode(errors="replace")
+    raw = text.encode(errors="backslashreplace")
     if len(raw) <= bytes_max:
         return raw.decode()
     mark = b"\n[...]\n"

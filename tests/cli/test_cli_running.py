@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from holdfast.inherited import secret_variables
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.ranks_text import ranks_of
+from holdfast.runs import log_files
 from holdfast.runtime import running
 from holdfast.runtime.agent_service import write_reports
 from holdfast.runtime.running import RunningAgent
@@ -149,6 +151,16 @@ def test_a_run_by_id_by_its_beginning_and_by_folder(pretend: Pretend, tmp_path: 
     assert "HF127: 2 jobs run on this host; name one of them (the beginning is enough)" in text
     assert "bert_one" in text
     assert "gpt_two" in text
+
+
+def test_a_run_id_may_hold_a_slash(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    pretend("team_run2_one", run_id="team/run2", status=reply({**VIEW, "run_id": "team/run2"}))
+    ended = tmp_path / "state" / "holdfast" / "runs" / "team_run1_12345678"
+    ended.mkdir(parents=True)
+    (ended / "events.jsonl").write_text(json.dumps({"event": "begins", "run_id": "team/run1"}) + "\n")
+    assert said(capsys, "status", "team/run2", code=0).startswith("run team/run2: running")
+    assert f"{ended} has ended" in said(capsys, "stop", "team/run1", code=2)
+    assert "team/run3 is no run folder" in said(capsys, "status", "team/run3", code=2)
 
 
 def test_status_of_several_jobs_is_a_table(pretend: Pretend, capsys) -> None:
@@ -436,6 +448,7 @@ def test_logs_as_json_and_by_pattern(ended: Path, capsys) -> None:
 def test_follow_of_a_run_that_has_ended_ends(ended: Path, capsys) -> None:
     line = ("logs", str(ended), "-f", "--stdout", "--rank", "0")
     assert said(capsys, *line, code=0) == "generation 3\nstep 2\nlast\n"
+    assert said(capsys, *line, "-n", "1", code=0) == "last\n"
     assert said(capsys, *line, "--grep", "step", code=0) == "step 2\n", "nor an unfinished line that does not match"
 
 
@@ -470,11 +483,60 @@ def test_logs_of_many_generations_are_followed_with_few_descriptors(
 
     monkeypatch.setattr(logs, "wait_for_news", news)
     monkeypatch.setattr(logs, "end_of", lambda *_: object())
+    monkeypatch.setattr(logs, "outcome_of", lambda _: object())
     begin()
     wanted = logs.Wanted(set(), ("stdout", "stderr"), None, None)
     logs.follow([tmp_path], wanted, lambda line: shown.append(line.text), 10)
     assert len(set(opened)) == 1
     assert [shown.count(f"unfinished {each}") for each in range(1, 21)] == [2] * 20
+
+
+def test_a_worker_that_goes_on_with_another_rank_is_followed_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal, which is large after a week, is read once."""
+    parsed: list[str] = []
+    shown: list[tuple[int, int, str]] = []
+    file = tmp_path / "attempt_0" / "1" / "stdout.log"
+    file.parent.mkdir(parents=True)
+    turns = iter(((2, "two\n", False), (2, "three\n", True)))
+
+    def begin(generation: int, text: str) -> None:
+        with (tmp_path / "events.jsonl").open("a") as journal:
+            event = {"event": "generation", "generation": generation, "restart_count": 0, "rank_base": 2 - generation}
+            journal.write(json.dumps({**event, "nproc": 1, "folders": ["attempt_0/1"]}) + "\n")
+        with file.open("a") as log:
+            log.write(text)
+
+    def news(*_: object) -> bool:
+        generation, text, ended = next(turns)
+        begin(generation, text)
+        return ended
+
+    def loads(line: bytes) -> Any:
+        parsed.append(line.decode())
+        return json.loads(line)
+
+    monkeypatch.setattr(logs, "wait_for_news", news)
+    monkeypatch.setattr(logs, "end_of", lambda *_: object())
+    monkeypatch.setattr(logs, "outcome_of", lambda _: object())
+    monkeypatch.setattr(log_files, "json", SimpleNamespace(loads=loads))
+    begin(1, "one\n")
+    wanted = logs.Wanted(set(), ("stdout",), None, None)
+    logs.follow([tmp_path], wanted, lambda line: shown.append((line.file.rank, line.file.generation, line.text)), 10)
+    assert shown == [(1, 1, "one"), (0, 2, "two"), (0, 2, "three")]
+    assert len(parsed) == 3
+
+
+def test_what_a_killed_agent_has_left_is_shown_too(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor moves it into the files, after the connection has ended."""
+    shown: list[str] = []
+    file = ended / "attempt_1_generation_3" / "0" / "stdout.log"
+    monkeypatch.setattr(logs, "wait_for_news", lambda *_: True)
+    monkeypatch.setattr(logs, "end_of", lambda *_: object())
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=lambda _: file.write_text(f"{file.read_text()}\nrest\n")))
+    logs.follow([ended], logs.Wanted({0}, ("stdout",), None, None), lambda line: shown.append(line.text), 10)
+    assert shown[-2:] == ["last", "rest"]
 
 
 def test_logs_in_which_nothing_stands_are_said(ended: Path, capsys) -> None:

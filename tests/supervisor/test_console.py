@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -17,7 +18,7 @@ import pytest
 
 from holdfast.protocol.options import LogOptions, Std
 from holdfast.supervisor import console as console_module
-from holdfast.supervisor.console import ERASE, Console, Terminal, TerminalPump
+from holdfast.supervisor.console import ERASE, Console, ConsoleStream, Terminal, TerminalPump
 from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
 from holdfast.supervisor.log_spool import WorkerStreams
 from tests.support.limits import limit_s, until
@@ -43,6 +44,30 @@ def test_say_prefixes_every_line_and_goes_to_stderr(pipes: tuple[int, int, int, 
     assert console.close(limit_s(20))
     assert os.read(err_reader, 1000) == b"holdfast: one\nholdfast: two\nbare\n"
     console.say("ignored")
+
+
+def test_after_a_full_disk_the_next_line_begins_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run … > file`: the disk has taken half a line."""
+    room, write = 7, os.write
+    file = tmp_path / "out"
+
+    def takes(fd: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = write(fd, data[:room])
+        room -= count
+        return count
+
+    with file.open("wb") as out:
+        stream = ConsoleStream(out.fileno(), dumb=True, no_colour=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", takes)
+            for line in (b"one\n", b"two, half of it\n", b"lost\n"):
+                stream.put(line)
+        stream.put(b"three\n")
+        stream.put(b"four\n")
+    assert file.read_bytes() == b"one\ntwo\nthree\nfour\n"
 
 
 def test_no_thread_before_the_first_use() -> None:

@@ -24,6 +24,7 @@ from holdfast.supervisor.ends import (
     read_tail,
     with_evidence,
 )
+from holdfast.supervisor.log_fold import without_text
 from holdfast.supervisor.log_spool import Spool, StreamFds, WorkerStreams
 from tests.supervisor.conftest import no_threads
 from tests.support.tables import tables
@@ -61,6 +62,17 @@ WHOLE = {"message": {"message": "a.B: text", "extraInfo": {"py_callstack": "Trac
 def test_forms_of_an_error_file(tmp_path: Path, content: Any, expected: Recorded) -> None:
     (tmp_path / "error.json").write_text(json.dumps(content))
     assert read_error_file(str(tmp_path / "error.json")) == expected
+
+
+def test_a_message_with_a_lone_surrogate_is_the_one_on_stderr(tmp_path: Path) -> None:
+    """Else the traceback would be shown twice: on the last screen, and among the lines."""
+    text = "ValueError: bad \ud800 text"
+    content = {"message": {"message": text, "extraInfo": {"py_callstack": text}}}
+    (tmp_path / "error.json").write_text(json.dumps(content))
+    recorded = read_error_file(str(tmp_path / "error.json"))
+    assert recorded.message == recorded.traceback == "ValueError: bad \\ud800 text"
+    on_stderr = text.encode(errors="backslashreplace") + b"\n"
+    assert without_text(on_stderr, recorded.traceback) == without_text(on_stderr, text) == b""
 
 
 def test_every_torn_error_file_is_tolerated(tmp_path: Path) -> None:

@@ -76,6 +76,17 @@ def test_a_line_without_end_is_bounded() -> None:
     assert got.count(b"\n") == 3
 
 
+@pytest.mark.parametrize("character", ["é", "€", "😀"])
+def test_a_line_without_end_is_cut_between_characters(character: str) -> None:
+    cutter = LineCutter()
+    size = len(character.encode())
+    for shift in range(size):
+        text = b"x" * shift + character.encode() * (LINE_BYTES_MAX // size + 2)
+        lines = cutter.feed(text[: LINE_BYTES_MAX + 1]) + cutter.feed(text[LINE_BYTES_MAX + 1 :]) + cutter.flush()
+        first, second, _ = lines.split(b"\n")
+        assert first.decode() + second.decode() == text.decode()
+
+
 def test_endless_overwriting_is_bounded() -> None:
     cutter = LineCutter()
     for step in range(5000):
@@ -103,6 +114,10 @@ def test_only_lines_with_any_needle() -> None:
         (b"\x1b[31mred\x1b[0m\n", b"\x1b[31mred\x1b[0m\x1b[0m\n"),
         (b"\x1b[2K\x1b[1Aup\n\x1b[?25lhidden\n", b"up\nhidden\n"),
         (b"\x1b[31mred\nplain\n", b"\x1b[31mred\x1b[0m\nplain\n"),
+        (b"\x1bcreset \x1b(0lines \x0eout \x1bMup \x1b7\x1b8saved\n", b"reset lines out up saved\n"),
+        (b"\x1b]0;title\x07a\x1b]0;open\nb \x1bP+q544e\x1b\\c\n", b"a\nb c\n"),
+        (b"\b\b\b\brank 7| \x1b[>4;2mall\x7f\n", b"rank 7| all\n"),
+        ("\x9b2Jé\tÂ\n".encode(), "2Jé\tÂ\n".encode()),
     ],
 )
 def test_on_a_shared_terminal_colours_stay_and_movements_go(written: bytes, shown: bytes) -> None:

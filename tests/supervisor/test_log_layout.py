@@ -35,17 +35,8 @@ def test_any_run_id_makes_one_folder(tmp_path: Path, run_id: str) -> None:
 
 def test_a_membership_change_keeps_the_first_logs(tmp_path: Path) -> None:
     folder = RunFolder.create(LogOptions(log_dir=str(tmp_path)), "job")
-    first = folder.attempt(1, 0)
-    assert first is not None
-    (first / "kept").write_text("precious")
-    second, third, again = folder.attempt(2, 0), folder.attempt(3, 1), folder.attempt(1, 0)
-    assert [path.name for path in (first, second, third) if path] == [
-        "attempt_0",
-        "attempt_0_generation_2",
-        "attempt_1",
-    ]
-    assert again == first
-    assert (first / "kept").read_text() == "precious"
+    names = [path.name for path in map(folder.attempt, (1, 2, 3, 1), (0, 0, 1, 0)) if path]
+    assert names == ["attempt_0", "attempt_0_generation_2", "attempt_1", "attempt_0"]
 
 
 def test_dev_null_has_no_folders() -> None:
@@ -85,15 +76,6 @@ def test_a_default_folder_that_cannot_be_made_is_replaced_and_a_named_one_is_ref
     folder = RunFolder.create(LogOptions(log_dir="/proc/no", log_dir_named=False), "job")
     assert folder.path is None
     assert "This run has no log files" in folder.notice
-
-
-def test_an_attempt_that_no_disk_takes_has_a_name_of_its_own(tmp_path: Path) -> None:
-    folder = RunFolder.create(LogOptions(log_dir=str(tmp_path)), "job")
-    assert folder.path is not None
-    folder.path.rmdir()
-    attempts = [folder.attempt(generation, 0) for generation in (1, 2, 3, 1)]
-    names = [path.name for path in attempts if path is not None]
-    assert names == ["attempt_0", "attempt_0_generation_2", "attempt_0_generation_3", "attempt_0"]
 
 
 def test_default_is_the_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

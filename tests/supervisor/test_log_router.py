@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
-from holdfast.supervisor import log_tail
+from holdfast.supervisor import log_router, log_tail
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
 from holdfast.supervisor.log_spool import KEPT_BYTES_MAX, WorkerStreams
@@ -284,6 +284,16 @@ def test_a_progress_bar_on_a_pipe(pipe: PipeConsole, tmp_path: Path) -> None:
     assert len(lines) <= 3 + (time.monotonic() - began)
 
 
+def test_a_progress_bar_comes_after_the_lines_before_it(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0, 1)
+    node.write(0, b"begins\n\r50%\r")
+    node.write(0, b"Traceback (most recent call last):\n\r50%\r", stream=1)
+    until(lambda: b"50%" in pipe.out and b"50%" in pipe.err, "the bars to be shown")
+    assert bytes(pipe.out) == b"n1:100| begins\nn1:100| 50%\n"
+    assert bytes(pipe.err).startswith(b"n1:100| Traceback")
+    assert node.end()
+
+
 def test_a_shown_state_is_not_repeated(pipe: PipeConsole, tmp_path: Path) -> None:
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"only\r")
@@ -366,6 +376,36 @@ def test_a_filter_without_tee_makes_an_empty_file(pipe: PipeConsole, tmp_path: P
     assert not (node.attempt / "filtered_stderr.log").exists()
 
 
+def test_a_disk_that_stalls_delays_no_attempt(
+    pipe: PipeConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is made on it, the mover's thread alone waits."""
+    goes_on = threading.Event()
+
+    def stalls(call: Callable[..., Any]) -> Callable[..., Any]:
+        def stalling(path: Any, *arguments: Any, **named: Any) -> Any:
+            if "attempt_" in str(path):
+                assert threading.current_thread().name == "holdfast-log-files"
+                goes_on.wait()
+            return call(path, *arguments, **named)
+
+        return stalling
+
+    monkeypatch.setattr(log_router, "FILES_S_MAX", 0.01)
+    with monkeypatch.context() as patch:
+        for name in ("open", "mkdir"):
+            patch.setattr(os, name, stalls(getattr(os, name)))
+        node = Node(pipe.read_on(), tmp_path).open(0)
+        node.write(0, b"one\n")
+        node.router.add(WorkerSlot(0, 100))
+        node.open(0, generation=2, restarts=1)
+        until(lambda: b"one" in pipe.out, "it on the console")
+        goes_on.set()
+        node.write(0, b"two\n")
+        assert node.end()
+    assert written(node, 0) == b"two\n"
+
+
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
@@ -405,6 +445,24 @@ def test_replacements_have_files_beside_the_lost_workers_and_are_shown(pipe: Pip
     node.workers[1] = node.router.add(WorkerSlot(1, 101))  # the mover makes the folder again
     node.write(1, b"new 3\n")
     until(lambda: written(node, 1) == b"new 3\n", "it in its file")
+    assert node.end()
+
+
+def test_many_replacements_need_no_more_descriptors_than_one(pipe: PipeConsole, tmp_path: Path) -> None:
+    """What a lost worker has written last is shown all the same."""
+    node = Node(pipe.read_on(), tmp_path, tee=TEE, duplicate_stdout_filters=("line",)).open(0, 1)
+    counts: list[int] = []
+    for number in range(5):
+        node.write(1, b"line of %d\nlast of %d" % (number, number))
+        node.write(1, b"Traceback (most recent call last):\n", stream=1)
+        node.workers[1] = node.router.add(WorkerSlot(1, 101))
+        node.router.started(1)
+        until(lambda number=number: b"last of %d\n" % number in pipe.out, "its last line to be shown")
+        until(lambda: all(len(group.tails) == 2 for group in node.router._groups), "the others to be closed")
+        until(lambda: len(node.router._mover._spools) == 4, "the others to be on the disk")
+        counts.append(fds_of_this_process())
+        node.workers[1] = node.router.add(WorkerSlot(1, 101))
+    assert len(set(counts)) == 1
     assert node.end()
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from holdfast.supervisor import log_spool
 from holdfast.supervisor.log_spool import LogMover, Spool
+from holdfast.supervisor.supervisor import move_rest
 from tests.support.limits import limit_s, until
 
 
@@ -108,6 +109,32 @@ def test_what_no_disk_takes_is_bounded_and_what_is_missing_is_said(path: Path, m
     assert len(rest) >= 1 << 19
 
 
+def test_what_no_disk_takes_of_ended_workers_is_bounded_for_all_together(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest output is dropped; a line in its file says so."""
+    monkeypatch.setattr(log_spool, "RETRY_S", 0.02)
+    monkeypatch.setattr(log_spool, "BACKLOG_ENDED_BYTES_MAX", 5 << 20)
+    said: list[str] = []
+    mover = LogMover(said.append)
+    spools = [Spool(path.with_name(f"{number}.log")) for number in range(4)]
+    allocated = lambda: [os.fstat(spool.memory_fd).st_blocks * 512 for spool in spools]  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(log_spool.os, "sendfile", refuse(errno.ENOSPC))
+        for spool in spools:
+            fd = spool.writer()
+            mover.add([spool])
+            os.write(fd, b"x" * (4 << 20))
+            os.close(fd)
+            mover.retire([spool])
+        until(lambda: allocated()[0] <= 2 << 20 and allocated()[1] <= 2 << 20, lambda: str(allocated()))
+        assert allocated()[3] == 4 << 20
+    assert mover.finish(limit_s(5))
+    mover.close()
+    assert b"bytes of output are missing here" in spools[0].path.read_bytes()
+    assert spools[3].path.read_bytes() == b"x" * (4 << 20)
+
+
 def test_a_healthy_disk_loses_nothing_and_frees_memory(path: Path) -> None:
     stream = Stream(path)
     piece = os.urandom(1 << 20)
@@ -122,6 +149,25 @@ def test_a_healthy_disk_loses_nothing_and_frees_memory(path: Path) -> None:
     assert b"".join(got) == piece * 40
     assert stream.end()
     assert path.read_bytes() == piece * 40
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_sendfile_gets_all_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(os, "sendfile", refuse(number))
+    text = os.urandom(3 << 20)
+    stream = Stream(path)
+    stream.write(text)
+    assert stream.end()
+    assert (path.read_bytes(), stream.said) == (text, [])
+    memory = os.memfd_create("left")
+    os.write(memory, b"moved, left")
+    os.lseek(memory, 7, os.SEEK_SET)
+    with path.open("ab") as file:
+        move_rest(memory, file.fileno())
+    os.close(memory)
+    assert path.read_bytes() == text + b"left"
 
 
 def test_what_a_worker_truncates_stays_in_its_file(path: Path) -> None:
@@ -157,7 +203,7 @@ path = Path(sys.argv[1])
 for number, name in enumerate(("stdout.log", "stderr.log")):
     spool = Spool(path.with_name(name))
     worker = spool.writer()
-    message = {"do": "logs", "paths": [str(spool.path)], "first": number == 0}
+    message = {"do": "logs", "paths": [str(spool.path)], "first": number == 0, "ended": []}
     seqpacket.send(handle.sock, message, [spool.memory_fd])
     os.write(worker, b"moved\\n")
     spool.move()

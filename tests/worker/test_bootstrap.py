@@ -452,6 +452,16 @@ def test_a_full_disk(programs: Path, tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == []
 
 
+def test_a_disk_that_does_not_respond(programs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    os.mkfifo(path)  # nobody reads: it cannot be opened
+    code, _, err = run(
+        ["-u", BOOTSTRAP, "script", "probe.py", "raise"], programs, {"TORCHELASTIC_ERROR_FILE": str(path)}
+    )
+    assert code == 1
+    assert err.endswith("\nValueError: bad\n")
+
+
 def test_what_was_written_already_stays(programs: Path, tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text("kept")

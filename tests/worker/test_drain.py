@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from holdfast.protocol import board_layout as layout
 from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.protocol.rank_progress import Stage
 from holdfast.supervisor.board import HOLD_SETTLES_S, Board
+from holdfast.worker import bootstrap
 from holdfast.worker.drain import SafePoints
 from tests.support.limits import limit_s
 
@@ -142,6 +144,33 @@ def test_a_child_of_a_worker_has_no_say(board: Board) -> None:
         os._exit(int(rank.reach()) + 2 * int(SafePoints(board.address(0)).reach()))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert board.reached() == 1
+
+
+CHILD_ASKS_FIRST = """
+import os, subprocess, sys
+from holdfast.worker import at_step, should_stop
+if sys.argv[1:]:
+    at_step(999)
+    should_stop()
+else:
+    subprocess.run([sys.executable, __file__, "child"], start_new_session=True, check=True)
+    if os.fork() == 0:
+        os._exit(should_stop())
+    os.wait()
+    at_step(5)
+    for _ in range(3):
+        should_stop()
+"""
+
+
+def test_a_child_that_asks_first_has_no_say_either(board: Board, tmp_path: Path) -> None:
+    """Nor does one that leads a session of its own."""
+    script = tmp_path / "asks.py"
+    script.write_text(CHILD_ASKS_FIRST)
+    line = [sys.executable, "-u", bootstrap.__file__, "script", str(script)]
+    environment = {**os.environ, BOARD_VARIABLE: board.address(0)}
+    subprocess.run(line, env=environment, start_new_session=True, check=True, timeout=limit_s(30))
+    assert (board.reached(), board.step(0)) == (3, 5)
 
 
 def test_nobody_passes_where_all_are_to_stop(board: Board) -> None:

@@ -177,15 +177,15 @@ def test_a_handler_that_raises_while_it_is_written(tmp_path: Path) -> None:
 
 def test_the_next_attempt_writes_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    recorder, attempts, write = bootstrap._Recorder(), [], bootstrap.write_error_file
+    recorder, attempts, text_of = bootstrap._Recorder(), [], bootstrap._error_file_text
 
-    def interrupted(*arguments) -> None:
+    def interrupted(*arguments) -> str:
         attempts.append(signal.SIGCHLD)
         if len(attempts) == 1:
             raise RuntimeError("DataLoader worker (pid 4711) exited unexpectedly")
-        write(*arguments)
+        return text_of(*arguments)
 
-    monkeypatch.setattr(bootstrap, "write_error_file", interrupted)
+    monkeypatch.setattr(bootstrap, "_error_file_text", interrupted)
     recorder.record(ValueError("the batch is empty"))
     assert len(attempts) == 2
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: the batch is empty"

@@ -11,9 +11,11 @@ import os
 import re
 import select
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -22,8 +24,8 @@ from holdfast.cli.printing import Parser, print_json
 from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
 from holdfast.protocol.ranks_text import ranks_of
-from holdfast.runs.finding import run_folders, running_job
-from holdfast.runs.log_files import LogFile, log_files
+from holdfast.runs.finding import outcome_of, run_folders, running_job
+from holdfast.runs.log_files import LogFile, NamedFiles, log_files
 from holdfast.runtime.running import Call
 from holdfast.supervisor.log_fold import LineCutter
 from holdfast.supervisor.log_tail import ChangeWatch
@@ -31,6 +33,11 @@ from holdfast.supervisor.log_tail import ChangeWatch
 CHUNK_BYTES = 256 * 1024
 POLL_S = 1.0
 """Interval for files whose changes the kernel does not report (network folders), while following."""
+
+CALM_S = 0.1
+"""Shortest time between two turns (s): busy workers change their files all the time."""
+REST_S = 1.0
+"""Time in which the supervisor of a killed agent moves the rest of the output into the files (s)."""
 
 
 class LineData(TypedDict):
@@ -58,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser().parse_args(argv)
     wanted = Wanted.from_arguments(chosen)
     folders = run_folders(chosen.run)
-    files = wanted.files(folders)
+    files = wanted.files([file for folder in folders for file in log_files(folder)])
     if not files and not chosen.follow:
         raise NoRunError(f"{', '.join(map(str, folders))}: {wanted.missing(folders)}")
     show = partial(print_line, as_json=chosen.json, alone=len(wanted.ranks) == 1)
@@ -116,18 +123,16 @@ class Wanted(NamedTuple):
     def matches(self, text: str) -> bool:
         return self.pattern is None or self.pattern.search(text) is not None
 
-    def files(self, folders: Sequence[Path]) -> list[LogFile]:
-        """The wanted log files by rank and stream, of the newest generation unless another was given."""
-        found = [file for folder in folders for file in log_files(folder)]
-        newest = max((file.generation for file in found), default=0)
-        generation = newest if self.generation is None else self.generation
-        taken = [
-            file
-            for file in found
-            if file.generation == generation
-            and file.stream in self.streams
-            and (not self.ranks or file.rank in self.ranks)
-        ]
+    def files(self, named: Sequence[LogFile]) -> list[LogFile]:
+        """The wanted log files that exist, by rank and stream, of the newest generation unless another was given."""
+        generations = sorted({file.generation for file in named}, reverse=True)
+        for generation in generations if self.generation is None else [self.generation]:
+            there = [file for file in named if file.generation == generation and file.path.is_file()]
+            if there:
+                break
+        else:
+            return []
+        taken = [file for file in there if file.stream in self.streams and (not self.ranks or file.rank in self.ranks)]
         return sorted(taken, key=lambda file: (file.rank, file.stream != "stdout"))
 
     def missing(self, folders: Sequence[Path]) -> str:
@@ -163,6 +168,7 @@ class Tail:
 
     def __init__(self, file: LogFile) -> None:
         self.file = file
+        """A worker that goes on in another generation may have another rank there."""
         self._cutter = LineCutter()
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -192,6 +198,7 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
         for folder in folders:
             watch.add(folder / JOURNAL)
         end = end_of(folders, stack)
+        named = [NamedFiles(folder) for folder in folders]
         tails: dict[Path, Tail] = {}
         stack.callback(_close_all, tails)
 
@@ -203,13 +210,17 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
         first = True
         while True:
             ended = wait_for_news(watch, end) if not first else False
-            files = wanted.files(folders)
+            if ended and not all(outcome_of(folder) for folder in folders):
+                time.sleep(REST_S)
+            files = wanted.files([file for each in named for file in each.read()])
             for file in files:
                 if file.path not in tails:
                     tails[file.path] = Tail(file)
                     watch.add(file.path)
+                tails[file.path].file = file
             for tail in tails.values():
-                news = (line for line in tail.read() if wanted.matches(line.text))
+                read = chain(tail.read(), tail.rest() if end is None else ())
+                news = (line for line in read if wanted.matches(line.text))
                 for line in deque(news, lines) if first else news:
                     show(line)
             # Those of an older generation get no more lines. A job may have more generations than descriptors.
@@ -242,5 +253,8 @@ def wait_for_news(watch: ChangeWatch, end: Call | None) -> bool:
     """Wait until a file changes, or at most POLL_S. Returns whether the job has ended."""
     sources = [fd for fd in (watch.fd, end.fileno() if end is not None else -1) if fd >= 0]
     ready, _, _ = select.select(sources, [], [], POLL_S)
+    ended = end is not None and end.fileno() in ready
+    if not ended:
+        time.sleep(CALM_S)
     watch.drain()
-    return end is not None and end.fileno() in ready
+    return ended

@@ -29,7 +29,8 @@ SAVE_POINT = 3
 
 # A slot's words, relative to its first.
 PID = 0
-"""The process that asks for safe points; 0: it has not asked for one yet."""
+"""The worker's process; 0: not known yet. The bootstrap writes it before the program runs. Where a program runs without
+it (`--no-python`), the first process that asks for a safe point does."""
 REACHED = 1
 """The newest safe point that this worker has reached, counted from 1."""
 STOP_SEEN = 2

@@ -118,8 +118,18 @@ def ended_run(run: str | None) -> Path | None:
 
 
 def is_folder(run: str) -> bool:
-    """Whether the text is a folder and not a run id: a path, or the name of a run folder in the current folder."""
-    return os.sep in run or os.path.exists(os.path.join(run, JOURNAL))
+    """Whether the text is a folder and not a run id: a run folder, or another path that is no run id."""
+    if os.path.exists(os.path.join(run, JOURNAL)):
+        return True
+    return os.sep in run and not is_run_id(run)
+
+
+def is_run_id(run: str) -> bool:
+    """Whether a running or ended run has exactly this id."""
+    if any(entry.run_id == run for entry in running.entries()):
+        return True
+    name = safe_name(spoken(run))
+    return any(run_id_of(folder) == run for folder in recorded_runs() if folder.name.startswith(name))
 
 
 def matching(entries: Sequence[RunningAgent], run: str) -> list[RunningAgent]:

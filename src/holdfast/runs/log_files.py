@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import NoRunError
 
+NAMING_EVENTS = (b'"event": "generation"', b'"event": "replacing"')
+"""Parts of the lines of the journal that `workers` reads."""
+
 
 class LogFile(NamedTuple):
     """The output of one worker into one of its streams."""
@@ -21,18 +24,35 @@ class LogFile(NamedTuple):
     path: Path
 
 
+class NamedFiles:
+    """The log files that the journal of a run folder names; they need not exist. Reads on where it has stopped: the
+    journal of a long job is large."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read_bytes = 0
+        self._files: list[LogFile] = []
+
+    def read(self) -> list[LogFile]:
+        """All files that are named by now. Raises NoRunError."""
+        try:
+            with (self._folder / JOURNAL).open("rb") as journal:
+                journal.seek(self._read_bytes)
+                for line in journal:
+                    if not line.endswith(b"\n"):  # it is being written
+                        break
+                    self._read_bytes += len(line)
+                    if any(name in line for name in NAMING_EVENTS):
+                        with contextlib.suppress(ValueError):
+                            self._files += files_named(json.loads(line), self._folder)
+        except OSError as error:
+            raise NoRunError(f"{self._folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
+        return self._files
+
+
 def log_files(folder: Path) -> list[LogFile]:
     """All log files of a run folder; its journal records the ranks of each generation."""
-    try:
-        lines = (folder / JOURNAL).read_bytes().splitlines()
-    except OSError as error:
-        raise NoRunError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
-    found: list[LogFile] = []
-    for line in lines:
-        if b'"generation"' in line:
-            with contextlib.suppress(ValueError):
-                found += files_named(json.loads(line), folder)
-    return [file for file in found if file.path.is_file()]
+    return [file for file in NamedFiles(folder).read() if file.path.is_file()]
 
 
 def files_named(event: dict[str, Any], folder: Path) -> list[LogFile]:

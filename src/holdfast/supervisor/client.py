@@ -277,10 +277,12 @@ class SupervisorClient:
         self._send({"do": "confirm", "number": self._demanded})
         self._demands.append(Demand(self._demanded, self.handle.pid, limit_s, self._late))
 
-    def keep_logs(self, spools: Mapping[str, int], *, first: bool) -> None:
+    def keep_logs(self, spools: Mapping[str, int], *, first: bool, ended: Sequence[str] = ()) -> None:
         """Let the supervisor move the rest of these logs to their files if this process is killed. `spools`: the
-        descriptor of each file's spool (log_spool.py). `first`: they replace those of earlier calls."""
-        self._send({"do": "logs", "paths": list(spools), "first": first}, list(spools.values()))
+        descriptor of each file's spool (log_spool.py). `first`: they replace those of earlier calls. `ended`: those of
+        earlier calls whose worker has ended."""
+        message = {"do": "logs", "paths": list(spools), "first": first, "ended": list(ended)}
+        self._send(message, list(spools.values()))
 
     def remove_at_end(self, path: str) -> None:
         """Let the supervisor remove this folder of plain files at its end. The folder is in memory and must not outlive

@@ -75,6 +75,10 @@ class ConsoleStream:
         """The transient line is on the screen, below all other lines."""
         self._row_is_open = False
         """The last row shows a prompt, and perhaps the typed answer."""
+        self._in_line = False
+        """The byte that was written last is no newline."""
+        self._torn = False
+        """The rest of the line that was being written is lost (a full disk): the next one begins on its own."""
         self._piece_bytes_max: int | None = None
         try:
             status = os.fstat(fd)
@@ -103,6 +107,8 @@ class ConsoleStream:
         """
         if self.broken:
             return
+        if self._torn and lines:
+            lines, self._torn = b"\n" + lines, False
         data = self._with_transient(lines, transient) if self.live else lines
         self._pending = memoryview(data if self.free else bytes(self._pending) + data)
         self.flush()
@@ -128,8 +134,11 @@ class ConsoleStream:
                 # `run … > file` on a full disk: these lines are lost, and later ones are shown if there is room then.
                 self.broken = error.errno not in (errno.ENOSPC, errno.EDQUOT)
                 self._pending = memoryview(b"")
+                self._torn = self._in_line
                 return
             self.written_bytes += count
+            if count:
+                self._in_line = self._pending[count - 1] != ord("\n")
             self._pending = self._pending[count:]
 
     def _fresh_row(self) -> bytes:

@@ -321,8 +321,8 @@ def _collectives(value: Any) -> tuple[Collective, ...]:
 
 
 def _text(value: Any) -> str:
-    """The value as text that can be sent: a lone surrogate cannot."""
-    return str(value).encode(errors="replace").decode()
+    """The value as text that can be sent. A lone surrogate cannot: it is written as Python's own stderr does."""
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def _error_type(message: str) -> str:

@@ -40,7 +40,7 @@ from holdfast.supervisor.channel import (
 )
 from holdfast.supervisor.client import CONFIRM_S_MAX, ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
-from holdfast.supervisor.log_spool import WorkerStreams
+from holdfast.supervisor.log_spool import Spool, WorkerStreams
 from holdfast.supervisor.release import Lateness, LongestStep, allowed_s
 from holdfast.supervisor.worker_command import worker_argv, worker_environment, worker_fds
 from holdfast.text import spans
@@ -64,9 +64,17 @@ def _folder(streams: WorkerStreams) -> str:
     return os.path.join(file.parent.parent.name, file.parent.name) if file is not None else ""
 
 
-def _keep_logs(worker: Worker, supervisor: SupervisorClient, *, first: bool) -> None:
-    spools = [spool for spool in (worker.streams.stdout, worker.streams.stderr) if spool is not None]
-    supervisor.keep_logs({str(spool.path): spool.memory_fd for spool in spools}, first=first)
+def _keep_logs(
+    worker: Worker, supervisor: SupervisorClient, *, first: bool, ended: WorkerStreams | None = None
+) -> None:
+    """`ended`: the streams of the worker whose place this one takes."""
+    spools = {str(spool.path): spool.memory_fd for spool in _spools(worker.streams)}
+    supervisor.keep_logs(spools, first=first, ended=[str(spool.path) for spool in _spools(ended)])
+
+
+def _spools(streams: WorkerStreams | None) -> list[Spool]:
+    both = (streams.stdout, streams.stderr) if streams is not None else ()
+    return [spool for spool in both if spool is not None]
 
 
 class RunningGeneration:
@@ -174,12 +182,13 @@ class RunningGeneration:
         """Order replacements to start for these local ranks. `cpus` and `started` as for `spawn`."""
         self._replacing = self.number
         for local_rank, its_streams in streams.items():
+            lost = self._workers.get(local_rank)
             worker = self._workers[local_rank] = self._new_worker(local_rank, its_streams, 0)
             # Else the step of the lost worker would hold back that of the job, which is the slowest one's
             # (test_how_many_steps_there_will_be_is_said_once).
             self.board.clear(local_rank)
             self._journal.write("replacing", **self._place(worker), folder=_folder(its_streams))
-            _keep_logs(worker, supervisor, first=False)
+            _keep_logs(worker, supervisor, first=False, ended=lost.streams if lost is not None else None)
             self._spawn(worker, supervisor, cpus, started)
 
     def _spawn(

@@ -19,8 +19,14 @@ LINE_BYTES_MAX = 1024 * 1024
 
 _TRAILING_RETURNS = re.compile(rb"(?<!\r)\r+\n")
 _OVERWRITTEN = re.compile(rb"(?m)^[^\n]*\r")
-_CURSOR_CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
-"""Every control sequence except colours (final byte m)."""
+_SUSPECT = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
+_CONTROL = re.compile(
+    rb"\x1b(?!\[[0-9;:]*m)"
+    rb"(?:\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|\[[0-?]*[ -/]*[@-~]?|[PX^_][^\x1b\n]*(?:\x1b\\)?|[ -/]*[0-~]?)"
+    rb"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
+)
+"""Titles and links, cursor movements, device strings, other escapes, and single control characters; no colours. As in
+dashboard/log_text.py, in bytes."""
 _ESCAPE = b"\x1b["
 _COLOUR_RESET = b"\x1b[0m"
 
@@ -47,7 +53,9 @@ class LineCutter:
             rest = next((state for state in reversed(states) if state), b"") + b"\r" + coming
         # A program may never write a newline (test_a_line_without_end_is_bounded).
         if len(rest) > LINE_BYTES_MAX:
-            whole, rest = whole + _last_state(rest) + b"\n", b""
+            state = _last_state(rest)
+            end = len(state) - _begun_bytes(state)
+            whole, rest = whole + state[:end] + b"\n", state[end:]
         self.partial = rest
         return whole
 
@@ -71,6 +79,21 @@ def _last_state(text: bytes) -> bytes:
     return next((state for state in reversed(text.split(b"\r")) if state), b"")
 
 
+def _begun_bytes(text: bytes) -> int:
+    """The number of bytes at the end that begin a character of UTF-8 and do not complete it.
+
+    >>> [_begun_bytes("12€".encode()[:size]) for size in (2, 3, 4, 5)]
+    [0, 1, 2, 0]
+    """
+    for size in range(1, min(3, len(text)) + 1):
+        byte = text[-size]
+        if byte >= 0xC0:
+            return size if size < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else 0
+        if byte < 0x80:
+            break
+    return 0
+
+
 def add_prefix(lines: bytes, prefix: bytes) -> bytes:
     """
     >>> add_prefix(b"a\\nb\\n", b"0: ")
@@ -87,11 +110,11 @@ def keep_matching(lines: bytes, needles: Sequence[bytes]) -> bytes:
 
 
 def tame(text: bytes) -> bytes:
-    """Make one worker's text safe for a shared terminal: colours stay and end with the line, cursor movements are
-    removed."""
-    if _ESCAPE not in text:
+    """Make one worker's text safe for a shared terminal: colours stay and end with the line, all other control
+    sequences are removed."""
+    if not _SUSPECT.search(text):
         return text
-    text = _CURSOR_CONTROL.sub(b"", text)
+    text = _CONTROL.sub(b"", text)
     return b"\n".join(line + _COLOUR_RESET if _ESCAPE in line else line for line in text.split(b"\n"))
 
 
@@ -233,7 +256,7 @@ def without_text(lines: bytes, text: str) -> bytes:
     >>> without_text(b"a\\n[rank1]: b\\n[rank1]: c\\nd\\n", "b\\nc\\n")
     b'a\\nd\\n'
     """
-    wanted = text.rstrip().encode(errors="surrogateescape").split(b"\n")
+    wanted = text.rstrip().encode(errors="backslashreplace").split(b"\n")
     there = lines.splitlines(keepends=True)
     plain = [_TORCH_RANK.sub(b"", line).rstrip(b"\r\n") for line in there]
     # From the end: the traceback that ended the worker is the last one.

@@ -21,13 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
 from holdfast.run_folder import RunFolder, WorkerSlot
 from holdfast.supervisor.console import Console, ConsoleStream, Terminal, TerminalPump
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
-from holdfast.supervisor.log_spool import LogMover, Spool, StreamFds, WorkerStreams, create, make_folder
+from holdfast.supervisor.log_spool import LogMover, Spool, StreamFds, WorkerStreams, create
 from holdfast.supervisor.log_tail import LogTail, StreamTail, TailGroup
 from holdfast.text import spans
 
@@ -37,10 +38,19 @@ RANK_COLOURS = (b"36", b"33", b"32", b"35", b"34", b"96", b"93", b"92", b"95", b
 """Terminal colour numbers of the `node:rank|` prefix, taken in turn; red is left to errors."""
 
 
+FILES_S_MAX = 2.0
+"""Limit for making the files of workers before they start (s): programs may write their error file beside them."""
 DISK_STALL_S_MAX = 5.0
 """Limit for a disk that takes nothing of the logs at the end (s)."""
 TERMINALS_S_MAX = 5.0
 """Limit for copying the rest of the workers' terminals at the end (s)."""
+
+
+class Place(NamedTuple):
+    """What one worker writes into."""
+
+    spools: list[Spool]
+    terminals: list[Terminal]
 
 
 class FilteredFile:
@@ -99,6 +109,10 @@ class LogRouter:
         self._tracebacks: dict[int, str] = {}
         """The tracebacks of the newest attempt, by rank."""
         self._terminals: list[Terminal] = []
+        self._places: dict[int, Place] = {}
+        """What the newest worker of each local rank writes into."""
+        self._folders = set[Path]()
+        """The folders of all workers of the newest attempt, also those that the disk has not taken yet."""
         self._attempt: Path | None = None
         """The folder of the newest attempt; None: it has no files."""
         self._by_sink: dict[ConsoleStream, TailGroup] = {}
@@ -127,6 +141,7 @@ class LogRouter:
             self._report_limit()
             attempt = None
         self._attempt, self._by_sink, self._shown, self._filtered = attempt, {}, {}, []
+        self._places, self._folders = {}, set()
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
         shown: dict[ConsoleStream, list[StreamTail]] = {}
@@ -136,6 +151,7 @@ class LogRouter:
                 for worker in workers
             }
             self._mover.add(self._spools)
+            self._mover.await_files(FILES_S_MAX)
         except OSError as error:
             self._release(shown.values())
             self.end_attempt()
@@ -163,17 +179,19 @@ class LogRouter:
         """The streams of a worker that takes the place of one that has ended, in a folder beside that one's."""
         if self._attempt is None:
             return self._inherited(worker)
+        self._retire(worker.local_rank)
         shown: dict[ConsoleStream, list[StreamTail]] = {}
         terminals, spools = len(self._terminals), len(self._spools)
         name = str(worker.local_rank)
-        taken = {spool.path.parent for spool in self._spools}  # also those that the disk has not taken yet
         folders = (self._attempt / each for each in chain([name], (f"{name}.{number}" for number in count(1))))
-        folder = next(each for each in folders if each not in taken)
+        folder = next(each for each in folders if each not in self._folders)
         try:
             streams = self._open_worker(folder, worker, shown)
             self._mover.add(self._spools[spools:])
+            self._mover.await_files(FILES_S_MAX)
         except OSError as error:
             self.started(worker.local_rank)
+            self._places.pop(worker.local_rank, None)
             self._release(shown.values(), spools=spools, terminals=terminals)
             self.say(f"The output of rank {worker.rank} cannot be collected: {error.strerror}.")
             return self._inherited(worker)
@@ -186,6 +204,26 @@ class LogRouter:
         self._pump.add(self._terminals[terminals:])
         self._console.wake()
         return streams
+
+    def _retire(self, local_rank: int) -> None:
+        """The worker of this local rank has ended, and another one takes its place: let its streams go as soon as they
+        are in the files and shown."""
+        place = self._places.pop(local_rank, None)
+        if place is None:
+            return
+        spools, terminals = place
+        self._shown.pop(local_rank, None)
+        self._spools = [each for each in self._spools if each not in spools]
+        self._terminals = [each for each in self._terminals if each not in terminals]
+        groups = list(self._groups)
+
+        def end() -> None:
+            for group in groups:
+                group.end(spools)
+            self._mover.retire(spools)
+            self._console.wake()
+
+        self._pump.finish(terminals, end)
 
     def moved(self, ranks: Mapping[int, int]) -> None:
         """Show the lines of these workers under other ranks from now on. `ranks`: the new rank of each local rank."""
@@ -291,9 +329,10 @@ class LogRouter:
     def _open_worker(
         self, folder: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
     ) -> WorkerStreams:
-        with contextlib.suppress(OSError):  # the mover tries again, and reports it
-            make_folder(folder)
+        self._folders.add(folder)
+        place = self._places[worker.local_rank] = Place([], [])
         spools = [self._spool(folder / name) for name in ("stdout.log", "stderr.log")]
+        place.spools.extend(spools)
         fds = StreamFds(
             self._open_stream(spools[0], Std.OUT, self._console.out, worker, shown),
             self._open_stream(spools[1], Std.ERR, self._console.err, worker, shown),
@@ -339,6 +378,7 @@ class LogRouter:
         prefix = self._prefix(worker, teed=teed)
         terminal = Terminal(sink.fd, fd, columns_taken=len(prefix.decode(errors="replace")))
         self._terminals.append(terminal)
+        self._places[worker.local_rank].terminals.append(terminal)
         self._fds[worker.local_rank][-1] = terminal.worker_fd
         return terminal.worker_fd
 

@@ -30,12 +30,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.supervisor.log_tail import POLL_S, ChangeWatch
+from holdfast.supervisor.move_bytes import move_bytes
 
 BACKLOG_BYTES_MAX = 16 << 20
 """Memory of one stream while its disk takes nothing (bytes)."""
 BACKLOG_MOVING_BYTES_MAX = 256 << 20
 """Memory of one stream while its disk is slower than its worker (bytes). The worker is not slowed down: what is above
 the limit is dropped."""
+BACKLOG_ENDED_BYTES_MAX = 64 << 20
+"""Memory of all streams together whose workers have ended (bytes): a job may restart often while its disk takes
+nothing."""
 CHUNK_BYTES_MAX = 1 << 20
 FREE_BYTES_MIN = 256 << 10
 """Least size of a piece of memory that is freed (bytes)."""
@@ -129,6 +133,11 @@ class Spool:
             return 0
         return size - self.moved_bytes if size >= self.moved_bytes else size  # else it was truncated
 
+    @property
+    def done(self) -> bool:
+        """All is on the disk, or noted there as missing."""
+        return not self.waiting_bytes and not self._missing_bytes
+
     def read(self, begin: int, bytes_max: int) -> tuple[bytes, int]:
         """Bytes from this offset on, and the offset after them. Bytes that were dropped, or that the disk does not give
         back, are passed over. OSError: nothing can be read."""
@@ -189,7 +198,7 @@ class Spool:
         if not self._made:
             os.close(create(self.path))
             self._made = True
-        if size == self.moved_bytes:
+        if size == self.moved_bytes and not self._missing_bytes:
             return
         file = self._opened()
         while self.moved_bytes < size:
@@ -200,11 +209,13 @@ class Spool:
             if self._missing_bytes:
                 self._note_missing(file)
             end = size if gap is None else min(size, gap[0])
-            os.sendfile(file, self.memory_fd, None, min(end - self.moved_bytes, CHUNK_BYTES_MAX))
+            move_bytes(self.memory_fd, file, min(end - self.moved_bytes, CHUNK_BYTES_MAX))
             before, self.moved_bytes = self.moved_bytes, os.lseek(self.memory_fd, 0, os.SEEK_CUR)
             if self.moved_bytes == before:
-                break  # truncated meanwhile
+                return  # truncated meanwhile
             self._free()
+        if self._missing_bytes:  # up to the end
+            self._note_missing(file)
 
     def _opened(self) -> int:
         """The log file, open at its end. Without O_APPEND, which sendfile refuses: nobody else writes. OSError."""
@@ -259,7 +270,7 @@ class Spool:
             # A whole page: what is zeroed in a part of one could not be told from output (`move_rest`).
             first = -(-(self.moved_bytes + CHUNK_BYTES_MAX) // page_bytes) * page_bytes
             begin, kept_from = self._gap or (first, self.moved_bytes)
-            if size - kept_from <= bytes_max:
+            if size - kept_from <= max(bytes_max, page_bytes):
                 return
             end = size - bytes_max // 2
             end -= end % page_bytes
@@ -373,6 +384,12 @@ class LogMover:
                     return False
         return True
 
+    def await_files(self, stalled_s_max: float) -> None:
+        """Wait until the file of each spool was made, or the disk has refused it; not for a disk that stalls."""
+        with self._news:
+            if self._threads:
+                self._await_turns(2, stalled_s_max)  # one may have begun without the newest spools
+
     def _await_turns(self, count: int, stalled_s_max: float) -> bool:
         """Wait for this number of turns of the writing thread. Returns False if one takes longer than `stalled_s_max`.
         Call it with the lock."""
@@ -439,9 +456,14 @@ class LogMover:
         now = time.monotonic()
         # A disk that is slow but moves gets more memory than one that takes nothing.
         stuck = any(each.trouble or (each.began_s is not None and now > each.began_s + STALLED_S) for each in spools)
-        for spool in spools:
+        of_ended = BACKLOG_ENDED_BYTES_MAX
+        for spool in reversed(spools):
+            bytes_max = BACKLOG_BYTES_MAX if stuck else BACKLOG_MOVING_BYTES_MAX
+            if spool in self._retired:  # the newest first, so that the oldest output is dropped
+                bytes_max = min(bytes_max, of_ended)
+                of_ended -= min(spool.waiting_bytes, bytes_max)
             with contextlib.suppress(OSError):
-                spool.shed(BACKLOG_BYTES_MAX if stuck else BACKLOG_MOVING_BYTES_MAX)
+                spool.shed(bytes_max)
 
     def _write(self) -> None:
         """Move what there is to move, turn by turn. Runs in a thread of its own."""
@@ -456,7 +478,7 @@ class LogMover:
                 self._move(spool)
             self._report(spools)
             with self._news:
-                done = [spool for spool in self._retired if not spool.waiting_bytes]
+                done = [spool for spool in self._retired if spool.done]
                 self._spools = tuple(spool for spool in self._spools if spool not in done)
                 self._retired.difference_update(done)
                 self._turns += 1

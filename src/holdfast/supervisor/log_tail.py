@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -135,7 +135,7 @@ class StreamTail:
     ) -> None:
         """`asks`: the terminal is interactive, so prompts are shown. `rank`: its lines may be folded with those of
         other ranks. `held`: a traceback at its end is kept back."""
-        self._followed = followed
+        self.followed = followed
         followed.use()
         self.rank = rank
         self.held = held
@@ -149,6 +149,10 @@ class StreamTail:
         """Set from any thread, as are `rank` and `hidden`."""
         self.hidden = False
         """Nothing of it is shown now."""
+        self.ended = False
+        """Set from any thread: no more will be written."""
+        self.over = False
+        """It has ended, and was shown to its end."""
         self._live = live
         self._asks = asks
         self._needles = needles
@@ -165,14 +169,14 @@ class StreamTail:
 
     def open(self, watch: ChangeWatch) -> None:
         """Begin to follow the stream."""
-        self._watch_handle = watch.add(self._followed.memory_path)
+        self._watch_handle = watch.add(self.followed.memory_path)
 
     def close(self, watch: ChangeWatch | None) -> None:
         """`watch`: None if it was never opened."""
         if self._watch_handle is not None and watch is not None:
             watch.remove(self._watch_handle)
             self._watch_handle = None
-        self._followed.leave()
+        self.followed.leave()
 
     def take(self, now: float) -> tuple[bytes, bool]:
         """The next lines, not yet prefixed, and whether more may be available at once."""
@@ -204,6 +208,8 @@ class StreamTail:
         state = self._cutter.progress
         if self.hidden or not state or state == self._progress_shown:
             return b"", None
+        if self.held is not None and self.held.due is not None:  # it was printed before
+            return b"", self.held.due
         if now < self._progress_due:
             return b"", self._progress_due
         self._progress_shown, self._progress_due = state, now + PROGRESS_S
@@ -235,14 +241,14 @@ class StreamTail:
     def _read(self) -> bytes:
         chunk = b""
         try:
-            size = self._followed.size_bytes
+            size = self.followed.size_bytes
             if size < self._offset:  # the worker truncated it
                 self._offset = 0
             before, missing_bytes = -1, 0
             # Again, if only bytes were passed over.
             while not chunk and before < self._offset < size:
                 before = self._offset
-                chunk, self._offset = self._followed.read(before, min(size - before, CHUNK_BYTES_MAX))
+                chunk, self._offset = self.followed.read(before, min(size - before, CHUNK_BYTES_MAX))
                 missing_bytes += self._offset - before - len(chunk)
             self._has_more = bool(chunk) and self._offset < size
         except OSError:  # no descriptor is left, or no memory
@@ -290,10 +296,33 @@ class TailGroup:
         """Set from any thread: tracebacks that are shown elsewhere, by rank. None: not known yet."""
         self.turn = 0
         self._opened = 0
+        self._lock = threading.Lock()
+        """Guards `tails`, to which the agent's thread adds."""
 
     def add(self, tail: StreamTail) -> None:
         """Follow one more file. Called from any thread."""
-        self.tails = (*self.tails, tail)
+        with self._lock:
+            self.tails = (*self.tails, tail)
+
+    def end(self, followed: Collection[Followed]) -> None:
+        """Nothing more will be written into these. Called from any thread."""
+        for tail in self.tails:
+            if tail.followed in followed:
+                tail.ended = True
+
+    def pass_over(self) -> None:
+        """Nothing can be shown: what has ended is over."""
+        for tail in self.tails:
+            tail.over = tail.ended
+
+    def close_over(self, watch: ChangeWatch) -> None:
+        """Close the files that have ended and were shown to their ends."""
+        for tail in [each for each in self.tails if each.over]:
+            with self._lock:
+                self.tails = tuple(each for each in self.tails if each is not tail)
+            self._opened -= 1
+            self.turn = 0
+            tail.close(watch)
 
     def open(self, watch: ChangeWatch) -> None:
         tails = self.tails
@@ -338,7 +367,12 @@ class Lane:
             over = group.ended
             group.open(watch)
             elsewhere = group.shown_elsewhere
-            due = None if self.sink.broken else self._show(group, now, over=over)
+            due = None
+            if self.sink.broken:
+                group.pass_over()
+            else:
+                due = self._show(group, now, over=over)
+            group.close_over(watch)
             if over and due is None and not self.sink.broken:
                 due = self._show_held(group, now, elsewhere)
             if due is not None or not over:
@@ -359,6 +393,8 @@ class Lane:
         blocks: list[bytes] = []
         size = 0
         more = False
+        # Before the files are read, as in `pump`.
+        ended = [tail for tail in group.tails if tail.ended]
 
         # One chunk of each file in turn, from where the last call stopped: a busy rank must not hide the others.
         for _ in group.tails:
@@ -373,6 +409,10 @@ class Lane:
             if size >= CHUNK_BYTES_MAX:
                 more = True
                 break
+
+        if not more:
+            for tail in ended:
+                self._finish(group, tail, now, blocks)
 
         # The unfinished line at the end. Its owner may have finished it just now: then it is removed.
         due: float | None = AT_ONCE
@@ -406,6 +446,12 @@ class Lane:
             self.sink.put_prompt(self._prompt)
             self._prompt = b""
         return min(dues, default=None)
+
+    def _finish(self, group: TailGroup, tail: StreamTail, now: float, blocks: list[bytes]) -> None:
+        """Show the rest of a file that has ended. It is over when none of its lines waits any more."""
+        self._put(group, tail, tail.finish(now), now, blocks)
+        holds = tail.held is not None and tail.held.due is not None
+        tail.over = not holds and (group.fold is None or group.fold.due is None)
 
     def _put(self, group: TailGroup, tail: StreamTail, lines: bytes, now: float, blocks: list[bytes]) -> None:
         """Put these lines into the sink, at once or folded with those of other ranks."""
@@ -453,6 +499,12 @@ class Lane:
 
     def _add_progress(self, group: TailGroup, now: float, blocks: list[bytes]) -> float | None:
         """Add the states of lines that overwrite themselves. Returns the time of the next one; None: there is none."""
+        # They come after the lines that their ranks printed before, which may be folded meanwhile
+        # (test_a_progress_bar_comes_after_the_lines_before_it).
+        if group.fold is not None and group.fold.due is not None:
+            if group.fold.due > now:
+                return group.fold.due
+            blocks.append(group.fold.take())
         dues: list[float] = []
         for tail in group.tails:
             block, due = tail.take_progress(now)

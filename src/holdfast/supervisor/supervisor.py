@@ -17,8 +17,9 @@ Commands on the supervisor channel (messages of seqpacket.py); a spawn brings on
     {"do": "ignore", "signum"}             processes spawned from now on ignore it
     {"do": "fence", "at_s", "suspend_at_s"}  when to kill and to suspend these (fence.py); the next one replaces it
     {"do": "confirm", "number"}            answered by confirmed, when all commands before it were executed
-    {"do": "logs", "paths", "first"}       brings the spools of these log files (log_spool.py): what an agent that is
-                                           killed has not moved is moved then. "first": they replace the earlier ones
+    {"do": "logs", "paths", "first", "ended"}  brings the spools of these log files (log_spool.py): what an agent that
+                                           is killed has not moved is moved then. They replace the earlier ones, if
+                                           "first", or those of the paths "ended"
     {"do": "remove", "path"}               remove this in-memory folder of plain files when the supervisor ends
     {"do": "exit"}                         as if the agent were gone
 
@@ -48,6 +49,7 @@ from holdfast.protocol.errors import PlatformError
 from holdfast.supervisor import fork_server_client as fork_server
 from holdfast.supervisor import processes
 from holdfast.supervisor.fence import Fence
+from holdfast.supervisor.move_bytes import move_bytes
 
 NAME = b"hf-supervisor"
 PROC = "/proc/self/fd"
@@ -111,7 +113,7 @@ def move_rest(memory_fd: int, file: int) -> None:
             os.write(file, missing_note(begin - at))
         at = os.lseek(memory_fd, begin, os.SEEK_HOLE) if begin < size else size
         os.lseek(memory_fd, begin, os.SEEK_SET)
-        while begin < at and (moved_bytes := os.sendfile(file, memory_fd, None, min(LOG_CHUNK_BYTES, at - begin))):
+        while begin < at and (moved_bytes := move_bytes(memory_fd, file, min(LOG_CHUNK_BYTES, at - begin))):
             begin += moved_bytes
 
 
@@ -405,14 +407,14 @@ class Supervisor:
             case "logs":
                 self._keep_logs(command, fds)
             case "exit":
-                self._keep_logs({"paths": [], "first": True}, [])  # the agent moves them itself
+                self._keep_logs({"paths": [], "first": True, "ended": []}, [])  # the agent moves them itself
                 self._leaving = True
 
     def _keep_logs(self, command: dict[str, Any], fds: list[int]) -> None:
-        if command["first"]:
-            for _, memory_fd in self._logs:
-                os.close(memory_fd)
-            self._logs = []
+        gone = [each for each in self._logs if command["first"] or each[0] in command["ended"]]
+        for _, memory_fd in gone:
+            os.close(memory_fd)
+        self._logs = [each for each in self._logs if each not in gone]
         self._logs += zip(command["paths"], fds, strict=True)
 
     # --- starting -----------------------------------------------------------------------------------------------------

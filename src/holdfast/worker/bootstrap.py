@@ -33,20 +33,27 @@ STACKS_FD = 600
 
 def write_error_file(path: str, error: BaseException, traceback_text: str) -> None:
     """Write the error file of torchelastic's `record`, whole or not at all. Raises OSError."""
+    _write_whole(path, _error_file_text(error, traceback_text))
+
+
+def _error_file_text(error: BaseException, traceback_text: str) -> str:
     import json
     import time
 
     extra: dict[str, Any] = {"py_callstack": traceback_text, "timestamp": str(int(time.time()))}
     extra.update(_collective_of(error))
-    data = {"message": {"message": f"{type(error).__name__}: {_message_of(error)}", "extraInfo": extra}}
+    return json.dumps({"message": {"message": f"{type(error).__name__}: {_message_of(error)}", "extraInfo": extra}})
+
+
+def _write_whole(path: str, text: str) -> None:
     if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, which cannot be replaced
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(data, file)
+            file.write(text)
         return
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(data, file)
+            file.write(text)
         os.replace(temporary, path)
     except BaseException:
         if os.path.exists(temporary):
@@ -157,8 +164,10 @@ C10D = "torch.distributed.distributed_c10d"
 RECORDER = "_holdfast_recorder"
 """Attribute of that module with what reads the collectives of this process (extensions/hangs/worker.py)."""
 RECORD_ATTEMPTS = 3
-"""Number of attempts to write the error file: a signal handler of the program may raise during one, as torch's does
-when a process of a DataLoader has died."""
+"""Number of attempts to record an exception: a signal handler of the program may raise during one, as torch's does when
+a process of a DataLoader has died."""
+RECORD_S_MAX = 3.0
+"""Limit for the disk of the error file (s): the traceback comes after it, and the other ranks wait for the report."""
 
 
 class _Recorder:
@@ -170,25 +179,53 @@ class _Recorder:
         self._pid = os.getpid()
 
     def record(self, error: BaseException) -> None:
-        """Write the file. Never raises: a full disk or a broken __str__ must not hide the program's own error."""
+        """Write the file. Never raises, and waits RECORD_S_MAX at most: a full disk, one that does not respond or a
+        broken __str__ must not hide the program's own error.
+
+        Called before the traceback is shown: the program's hook for that may end the process.
+        """
         if not self._path or os.getpid() != self._pid:  # a child of the worker has the variable, too
             return
+        written: Any = None
         for _ in range(RECORD_ATTEMPTS):
             try:
-                self._write(error)
+                if written is None:
+                    written = self._begin_to_write(error)
+                written.acquire(timeout=RECORD_S_MAX)
             except Exception:  # noqa: BLE001
                 continue
             return
 
-    def _write(self, error: BaseException) -> None:
+    def _begin_to_write(self, error: BaseException) -> Any:
+        """Write the file in a thread: a disk may never respond. Returns a lock that is free when it is done."""
+        import _thread  # not threading, which takes longer and which a module of the program may hide
         import traceback
 
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        text = _error_file_text(error, trace)
+        written = _thread.allocate_lock()
+        written.acquire()
+
+        def write() -> None:
+            try:
+                self._write(text)
+            finally:
+                written.release()
+
+        try:
+            _thread.start_new_thread(write, ())
+        except RuntimeError:  # the limit of threads is reached
+            write()
+        return written
+
+    def _write(self, text: str) -> None:
         # The program has recorded it by itself, as with torch's @record, and may know more
         # (test_what_was_written_already_stays).
-        if os.path.exists(self._path) and os.path.getsize(self._path) > 0:
+        try:
+            if not (os.path.exists(self._path) and os.path.getsize(self._path) > 0):
+                _write_whole(self._path, text)
+        except Exception:  # noqa: BLE001
             return
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        write_error_file(self._path, error, text)
 
 
 # --- running the program ----------------------------------------------------------------------------------------------
@@ -454,6 +491,7 @@ def _serve_agent() -> Callable[[], None]:
         if os.path.basename(folder) == "__pycache__":  # an installation may start the cached file
             folder = os.path.dirname(folder)
         board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
+        _take_slot(address, board)
         _write_stacks_on_signal(address, board)
         _write_handled_exception_on_signal(address, board)
         package = os.path.dirname(folder)
@@ -463,6 +501,22 @@ def _serve_agent() -> Callable[[], None]:
         own_pid = os.getpid()
         return lambda: _report_exception(address, board) if os.getpid() == own_pid else None
     return lambda: None
+
+
+def _take_slot(address: str, board: Any) -> None:
+    """Write on the board that this process is the worker: its children inherit the variable, and one of them may ask
+    for a safe point first."""
+    path, _, slot = address.rpartition("@")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.pwrite(
+                fd, os.getpid().to_bytes(board.WORD_BYTES, sys.byteorder), (int(slot) + board.PID) * board.WORD_BYTES
+            )
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return  # the agent is gone
 
 
 def _report_exception(address: str, board: Any) -> None:

@@ -38,8 +38,7 @@ class _Beats:
 
     def _open(self, address: str) -> memoryview | None:
         path, _, slot = address.rpartition("@")
-        # A worker leads its session: its children inherit the variable, but must not write.
-        if not path or os.getsid(0) != self._pid:
+        if not path:
             return None
         import mmap
 
@@ -47,11 +46,15 @@ class _Beats:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 self._slot = int(slot)
-                return memoryview(mmap.mmap(fd, 0)).cast("Q")
+                words = memoryview(mmap.mmap(fd, 0)).cast("Q")
             finally:
                 os.close(fd)
         except (OSError, ValueError):
             return None  # the agent is gone
+        # Children of the worker inherit the variable, but must not write. A worker without our bootstrap has no PID on
+        # the board before it asks for a safe point: it leads its session.
+        worker = words[self._slot + layout.PID] or os.getsid(0)
+        return words if worker == self._pid else None
 
     def beat(self) -> None:
         words = self._words
@@ -239,7 +242,7 @@ class SafePoints:
 
 
 def _open(address: str) -> _Slot | None:
-    """Map this worker's slot; None: the agent is gone, or another process of this worker has the slot."""
+    """Map this worker's slot; None: the agent is gone, or the slot is that of another process."""
     import mmap
 
     path, _, slot = address.rpartition("@")
@@ -252,7 +255,7 @@ def _open(address: str) -> _Slot | None:
     finally:
         os.close(fd)
     mine = int(slot) + layout.PID
-    # The worker was here first: this is one of its children, which inherits the variable
+    # Another process is the worker: this is one of its children, which inherits the variable
     # (test_a_child_of_a_worker_has_no_say).
     if words[mine] not in (0, os.getpid()):
         return None
