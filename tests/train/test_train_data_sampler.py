@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
+import warnings
 from itertools import chain, islice
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Subset
 
 from holdfast.protocol.errors import DataError, DataStateError
+from holdfast.train.continued_pass import ContinuedPasses
 from holdfast.train.data.datasets import BatchKey, Seeded, sample_seed
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
@@ -166,6 +169,100 @@ def test_a_batch_is_not_counted_twice():
     tracker.note_trained()
     with pytest.raises(DataError, match="counted this batch already"):
         other.trained(4)
+
+
+@contextlib.contextmanager
+def training_and_validation(workers=0, **options):
+    """A training over 40 samples and an evaluation over 10, both with tracked samplers, as `Snapshots.track` sees them;
+    and the evaluation itself, which gives the samples that it has seen."""
+    samplers = {"train": sampler(batch_size=4), "valid": sampler(10, batch_size=4, **options)}
+    more = {"num_workers": workers, "prefetch_factor": 10} if workers else {}
+    tracker = Tracker()
+    tracker.add(samplers)
+    passes = ContinuedPasses(tracker.others.values)
+    train = TorchLoader(range(40), 4, sampler=samplers["train"], collate_fn=list)
+    valid = TorchLoader(range(10), 4, sampler=samplers["valid"], collate_fn=list, **more)
+    try:
+        yield tracker, train, lambda: list(chain.from_iterable(valid))
+    finally:
+        passes.stop()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_evaluation_over_a_tracked_sampler_is_a_whole_one(workers):
+    with training_and_validation(workers) as (tracker, train, evaluate):
+        seen, trained = [], 0
+        for step, _ in enumerate(chain(train, train), 1):
+            if step % 5 == 0:
+                seen.append(evaluate())  # before the step is counted
+            tracker.note_trained()
+            trained += 4
+            assert tracker.positions()["train"]["cursor"] == (trained - 1) % 40 + 1
+            if step % 3 == 0:
+                seen.append(evaluate())
+    assert len(seen) == 10
+    assert all(sorted(each) == list(range(10)) for each in seen)
+    assert len(set(map(tuple, seen))) > 1  # shuffled anew
+
+
+@pytest.mark.parametrize("steps", [2, 5, 9])
+def test_evaluations_go_on_after_a_resume_as_if_there_was_none(steps):
+    def job(tracker, train, evaluate, stops):
+        for name in ("train", "valid"):
+            tracker.others[name].set_epoch(0)
+        for batch in islice(train, stops):
+            tracker.note_trained()
+            yield batch, evaluate() if tracker.others["train"].state_dict()["cursor"] % 8 == 0 else None
+
+    with training_and_validation() as (tracker, train, evaluate):
+        whole = list(job(tracker, train, evaluate, 10))
+    with training_and_validation() as (tracker, train, evaluate):
+        first = list(job(tracker, train, evaluate, steps))
+        state = tracker.positions()
+    with training_and_validation() as (tracker, train, evaluate):
+        tracker.set_positions(state)
+        assert first + list(job(tracker, train, evaluate, 10)) == whole
+
+
+def test_an_evaluation_that_is_left_early_counts_nothing():
+    with training_and_validation(shuffle=False) as (tracker, train, evaluate):
+        for step, _ in enumerate(train):
+            tracker.note_trained()
+            if step == 1:
+                valid = iter(TorchLoader(range(10), 4, sampler=tracker.others["valid"], collate_fn=list))
+                assert next(valid) == [0, 1, 2, 3]
+                del valid
+        assert evaluate() == list(range(10))
+
+
+def one_pass(batch_size, loaders, every=1, length=48):
+    """A pass in which `snaps.step()` counts a batch of each `every` batches."""
+    data, tracker = tracked(length, batch_size=batch_size)
+    passes = ContinuedPasses(tracker.others.values)
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(passes.stop)
+        for number, _ in enumerate(TorchLoader(range(length), loaders, sampler=data, collate_fn=list), 1):
+            if number % every == 0 or number * loaders >= length:
+                tracker.note_trained()
+    return data.state_dict()["cursor"]
+
+
+@pytest.mark.parametrize(("batch_size", "loaders"), [(4, 8), (8, 4), (6, 4)])
+def test_a_loader_with_another_batch_size_is_refused_at_its_first_step(batch_size, loaders):
+    with pytest.raises(DataError, match=f"loader has batch_size={loaders}, and its sampler batch_size={batch_size}"):
+        one_pass(batch_size, loaders)
+
+
+@pytest.mark.parametrize("length", [48, 50, 3])
+def test_a_step_that_takes_several_batches_of_the_loader_is_right_if_the_sampler_knows(length):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert one_pass(8, 4, every=2, length=length) == length
+
+
+def test_steps_that_take_more_than_they_count_are_warned_of():
+    with pytest.warns(RuntimeWarning, match=r"counts one batch of the tracked sampler, and the loop takes more"):
+        one_pass(4, 4, every=2)
 
 
 def test_without_its_batch_size_a_sampler_wants_a_number():

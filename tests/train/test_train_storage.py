@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from torch.distributed.checkpoint import load as dcp_load
 
 import holdfast.train as ht
 from holdfast.protocol.errors import NoSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
-from holdfast.train import export
+from holdfast.train import export, storage
 from holdfast.train.snapshots import folder
+from holdfast.train.state import Tracker
 from tests.train.conftest import damage
 from tests.warm import Warm
 
@@ -216,6 +219,58 @@ def test_dcp(saved, tmp_path: Path) -> None:
     into = {"model": {key: torch.zeros_like(each) for key, each in model.state_dict().items()}}
     dcp_load(into, storage_reader=FileSystemReader(tmp_path / "out"))
     assert same(into["model"], dict(model.state_dict()))
+
+
+def assembled_of(*ranks: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The state of an export, and the names of its models, if each rank tracks these objects."""
+    texts, tensors = [], {}
+    for rank, objects in enumerate(ranks):
+        tracker = Tracker()
+        tracker.add(objects)
+        collected = tracker.collect(rank, len(ranks))
+        texts.insert(0, json.loads(collected.text))  # in no order
+        tensors |= collected.shared | collected.own
+    saved: Any = SimpleNamespace(texts=texts, pieces=dict.fromkeys(tensors), fresh=tensors.__getitem__)
+    return storage.assembled(saved, tensors.__getitem__, saved.fresh), list(storage.models_of(saved))
+
+
+def stage(number: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.ModuleDict({f"layer{number}": nn.Linear(2, 2)})
+    decayed, rest = model[f"layer{number}"].weight, model[f"layer{number}"].bias
+    optimizer = torch.optim.SGD([{"params": [decayed], "weight_decay": 0.1}, {"params": [rest]}], lr=lr, momentum=0.9)
+    sum(each.sum() for each in model.parameters()).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_an_export_has_the_stages_of_all_ranks_that_have_names_of_their_own() -> None:
+    (first, opt0), (second, opt1) = stage(0, 0.1), stage(1, 0.2)
+    state, models = assembled_of({"stage0": first, "opt0": opt0}, {"stage1": second, "opt1": opt1})
+    assert models == ["stage0", "stage1"]
+    assert same(state["stage0"], first.state_dict())
+    assert same(state["stage1"], second.state_dict())
+    assert [group["params"] for group in state["opt1"]["param_groups"]] == [["layer1.weight"], ["layer1.bias"]]
+    assert state["opt1"]["state"].keys() == {"layer1.weight", "layer1.bias"}
+
+
+def test_an_export_has_the_stages_of_all_ranks_under_one_name() -> None:
+    (first, opt0), (second, opt1) = stage(0, 0.1), stage(1, 0.1)
+    state, models = assembled_of({"model": first, "opt": opt0}, {"model": second, "opt": opt1})
+    assert models == ["model"]
+    assert state["model"].keys() == state["opt"]["state"].keys() == first.state_dict().keys() | second.state_dict()
+    groups = state["opt"]["param_groups"]
+    assert [group["params"] for group in groups] == [["layer0.weight", "layer1.weight"], ["layer0.bias", "layer1.bias"]]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0]
+
+
+def test_exported_stages_with_other_options_keep_them() -> None:
+    (first, opt0), (second, opt1) = stage(0, 0.1), stage(1, 0.2)
+    state, _ = assembled_of(
+        *[{"model": model, "opt": opt} for model, opt in ((first, opt0), (second, opt1), (second, opt1))]
+    )
+    of = {fqn: group["lr"] for group in state["opt"]["param_groups"] for fqn in group["params"]}
+    assert of == {"layer0.weight": 0.1, "layer0.bias": 0.1, "layer1.weight": 0.2, "layer1.bias": 0.2}
+    assert len(state["opt"]["param_groups"]) == 4
 
 
 def test_what_cannot_be_done_is_said(saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

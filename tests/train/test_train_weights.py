@@ -91,6 +91,23 @@ def test_of_several_models_the_one_that_fits_is_taken(tmp_path: Path) -> None:
     assert same(model, large)
 
 
+def test_of_models_that_fit_equally_one_has_to_be_named(tmp_path: Path) -> None:
+    teacher, student = net(1), net(3)
+    saved(tmp_path, teacher=teacher, student=student, small=net(4, width=3))
+    model = net(2)
+    before = copy.deepcopy(model)
+    with pytest.raises(StateMismatchError, match=r"models student, teacher in .* fit equally: .*name='student'"):
+        ht.load_weights(model, tmp_path)
+    assert same(model, before)
+    for name, expected in (("student", student), ("teacher", teacher)):
+        ht.load_weights(model, tmp_path, name=name)
+        assert same(model, expected)
+    with pytest.raises(StateMismatchError, match="does not fit 'small'"):
+        ht.load_weights(model, tmp_path, name="small")
+    with pytest.raises(StateMismatchError, match=r"has no model 'tutor'; it has small, student, teacher"):
+        ht.load_weights(model, tmp_path, name="tutor")
+
+
 def test_a_model_that_does_not_fit_is_named_and_left_alone(tmp_path: Path) -> None:
     saved(tmp_path, model=net(1))
     model = nn.Sequential(*net(2)[:3], nn.Linear(4, 2, bias=False), nn.Linear(2, 2))

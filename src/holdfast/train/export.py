@@ -4,9 +4,9 @@
     safetensors  one file with the tensors of the models alone
     dcp          a folder for torch.distributed.checkpoint.load
 
-It needs no job and no launcher. Tensors are whole, however they were sharded. State that differs between the ranks
-(random numbers, iterators) is that of rank 0. Every byte is checked against its digest. The result appears complete or
-not at all."""
+It needs no job and no launcher. Tensors are whole, however they were sharded, and the stages of a pipeline are all
+there. State that differs between the ranks (random numbers, iterators) is that of the first rank that has it. Every
+byte is checked against its digest. The result appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from holdfast.train.reading import opened
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.folder import Snapshot
 from holdfast.train.snapshots.remote import Location, location_of
-from holdfast.train.storage import is_dcp, load_all, load_nested
+from holdfast.train.storage import is_dcp, load_all, load_nested, models_of
 
 
 def load(snapshot: Snapshot) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _models_of(snapshot: Snapshot, state: Mapping[str, Any]) -> list[str]:
     have nothing but tensors."""
     with opened(snapshot) as saved:
         if not is_dcp(saved):
-            return list(saved.texts[0]["models"])
+            return list(models_of(saved))
     return [
         name
         for name, each in state.items()

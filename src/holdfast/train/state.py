@@ -366,9 +366,9 @@ class Tracker:
         self._resumed = {}
         self._counts = {name: each.last_epoch for name, each in self.others.items() if isinstance(each, LRScheduler)}
         # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
-        training = [each for each in self.others.values() if getattr(each, "_in_body", False)]
+        training = [each for each in self.others.values() if _is_in_loop(each)]
         for each in self.others.values():
-            if training and callable(note := getattr(each, "_note_another", None)) and each not in training:
+            if training and callable(note := getattr(each, "_note_another", None)) and not _is_in_loop(each):
                 note()
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
@@ -573,6 +573,11 @@ class Tracker:
         self.others[name].load_state_dict(done.before[name])
         self.loaded.pop(name, None)
         self._resumed.pop(name, None)
+
+
+def _is_in_loop(each: Any) -> bool:
+    """Whether the training's loop has a batch of this loader or sampler that is not counted."""
+    return bool(getattr(each, "_in_body", False) or getattr(each, "_in_loop", False))
 
 
 def position_of(follower: Any) -> dict[str, Any]:

@@ -349,28 +349,51 @@ def load_all(saved: Saved) -> dict[str, Any]:
     return assembled(saved, lambda key: tensors[key] if key in tensors else saved.fresh(key), saved.fresh)
 
 
+def of_all_ranks(saved: Saved) -> list[dict[str, Any]]:
+    """The texts of all ranks, by rank."""
+    return sorted(saved.texts, key=lambda each: int(each["rank"]))
+
+
+def models_of(saved: Saved) -> dict[str, dict[str, Any]]:
+    """The models that any rank has tracked, with their state that is not in tensors: those of a pipeline differ, and so
+    do parts of one name."""
+    models: dict[str, dict[str, Any]] = {}
+    for text in of_all_ranks(saved):
+        for name, rest in codec.section(text, "models").items():
+            models[name] = {**rest, **models.get(name, {})}
+    return models
+
+
 def assembled(saved: Saved, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
     """The whole state as nested dicts. `tensor` gives the value for a tensor of this name, `array` the bytes of a numpy
-    array."""
-    text = min(saved.texts, key=lambda each: int(each["rank"]))
+    array. What several ranks have is that of the first of them."""
+    texts = of_all_ranks(saved)
     keys = [key for key in saved.pieces if not key.startswith(OWN)]
-    state: dict[str, Any] = {"step": text["step"], "epoch": text["epoch"]}
-    for name, rest in codec.section(text, "models").items():
+    state: dict[str, Any] = {"step": texts[0]["step"], "epoch": texts[0]["epoch"]}
+    for name, rest in models_of(saved).items():
         prefix = f"{name}."
         state[name] = {key.removeprefix(prefix): tensor(key) for key in keys if key.startswith(prefix)}
         state[name].update({fqn: codec.decode(value, tensor, array, plain=True) for fqn, value in rest.items()})
-    for name in codec.section(text, "optimizers"):
-        state[name] = _optimizer(saved, name, tensor, array)
-    for name, tree in codec.section(text, "others").items():
-        state[name] = codec.decode(tree, tensor, array, plain=True)
+    for text in texts:
+        for name in codec.section(text, "optimizers"):
+            if name not in state:
+                state[name] = _optimizer(texts, name, tensor, array)
+    for text in texts:
+        for name, tree in codec.section(text, "others").items():
+            if name not in state:
+                state[name] = codec.decode(tree, tensor, array, plain=True)
     return state
 
 
-def _optimizer(saved: Saved, name: str, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
-    """The state of an optimizer by names of parameters, like that of torch's get_optimizer_state_dict."""
+def _optimizer(texts: Sequence[dict[str, Any]], name: str, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
+    """The state of an optimizer by names of parameters, like that of torch's get_optimizer_state_dict.
+
+    The ranks of a pipeline have groups of other parameters: groups of one number and equal options are one, and any
+    other group is one of its own. So each parameter has the options that its rank had."""
     state: dict[str, Any] = {}
-    groups: list[Any] = []
-    for text in saved.texts:
+    groups: list[tuple[int, dict[str, Any]]] = []
+    known: set[str] = set()
+    for text in texts:
         part = codec.section(codec.section(text, "optimizers"), name)
         for fqn, rest in codec.section(part, "state").items():
             if fqn not in state:
@@ -380,8 +403,30 @@ def _optimizer(saved: Saved, name: str, tensor: codec.Get, array: codec.Get) -> 
                     else codec.decode(value[0], tensor, array, plain=True)
                     for what, value in rest.items()
                 }
-        groups = groups or [
-            {**codec.decode(group, tensor, array, plain=True), "params": params}
-            for group, params in zip(part.get("groups", []), part.get("params", []), strict=True)
-        ]
-    return {"state": state, "param_groups": groups}
+        found = zip(part.get("groups", []), part.get("params", []), strict=True)
+        for number, (group, params) in enumerate(found):
+            new = [fqn for fqn in params if fqn not in known]
+            if not new and any(other == number for other, _ in groups):
+                continue
+            known.update(new)
+            options = codec.decode(group, tensor, array, plain=True)
+            for other, there in groups:
+                if other == number and _equal(options, {key: there[key] for key in there if key != "params"}):
+                    there["params"] += new
+                    break
+            else:
+                groups.append((number, {**options, "params": new}))
+    return {"state": state, "param_groups": [group for _, group in groups]}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values of options are equal. Of tensors that have no values here, the shapes are."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.is_meta or other.is_meta:
+            return one.shape == other.shape and one.dtype == other.dtype
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

@@ -20,17 +20,21 @@ from holdfast.train.snapshots.folder import Snapshot
 from holdfast.train.snapshots.layout import FolderKind, parse_name
 from holdfast.train.snapshots.remote import absolute
 from holdfast.train.state import text_of
+from holdfast.train.storage import models_of
 from holdfast.train.tracked import Compared, Shared, TrackedModel, check_tied, listed_names
 
 
-def load_weights(model: nn.Module, folder_or_snapshot: str | os.PathLike[str], *, strict: bool = True) -> int:
+def load_weights(
+    model: nn.Module, folder_or_snapshot: str | os.PathLike[str], *, name: str | None = None, strict: bool = True
+) -> int:
     """Give this model the weights and buffers that a run has saved. Returns the step at which they were saved.
 
     It is for a new run, in a folder of its own, that begins with the weights of another one. Call it on every rank,
     before the first step and before `resume()`; the model may be wrapped or sharded. `folder_or_snapshot`: a snapshot
     folder, whose newest snapshot is used, or one snapshot in it (`runs/a/step_000000120.0001`), or the URL of either.
-    If it has several models, the one that fits best is taken.
 
+    name     that of the model in the snapshot, as it was tracked; None: the one that fits best. If several fit equally,
+             as a teacher and its student do, the name has to be given
     strict   False: tensors that are on one side only are named in a warning, and numbers are converted to the
              model's types
 
@@ -38,8 +42,12 @@ def load_weights(model: nn.Module, folder_or_snapshot: str | os.PathLike[str], *
     """
     snapshot = _snapshot(folder_or_snapshot)
     with opened(snapshot) as saved:
-        models = codec.section(text_of(saved, 0), "models")
-        found = {name: _compared(TrackedModel(name, model), saved, models) for name in models}
+        text_of(saved, 0)  # refuses a state of torch.distributed.checkpoint, and one of another format
+        models = models_of(saved)
+        if name is not None and name not in models:
+            raise StateMismatchError(f"{snapshot.path} has no model {name!r}; it has {listed_names(sorted(models))}")
+        candidates = models if name is None else [name]
+        found = {each: _compared(TrackedModel(each, model), saved, models) for each in candidates}
         name = _fitting(found, snapshot)
         notes = _notes(found[name], name)
         if notes and (strict or name in found[name].problems):
@@ -76,10 +84,18 @@ def _compared(model: TrackedModel, saved: Saved, models: Mapping[str, Any]) -> C
 
 
 def _fitting(found: Mapping[str, Compared], snapshot: Snapshot) -> str:
-    """The name of the saved model that fits best. Raises StateMismatchError if there is none."""
+    """The name of the saved model that fits best. Raises StateMismatchError if there is none, or several."""
     if not found:
         raise StateMismatchError(f"{snapshot.path} has no model: it was saved without track(model=…)")
-    return min(found, key=lambda name: _misfit(found[name], name))
+    misfits = {name: _misfit(found[name], name) for name in found}
+    best = min(misfits.values())
+    equal = sorted(name for name in found if misfits[name] == best)
+    if len(equal) > 1 and not best[0]:
+        raise StateMismatchError(
+            f"the models {listed_names(equal)} in {snapshot.path} fit equally: say which, "
+            f"load_weights(…, name={equal[0]!r})"
+        )
+    return equal[0]
 
 
 def _misfit(found: Compared, name: str) -> tuple[bool, int]:

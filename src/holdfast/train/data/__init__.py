@@ -237,6 +237,8 @@ ARRAY_LENGTH_MAX = 10_000_000
 order."""
 ROUNDS = 8
 """Rounds of the Feistel network."""
+EVALUATES = "evaluation"
+"""Name in the state of a loader or sampler: only an evaluation goes over it."""
 SEQUENTIAL = "sequential"
 SHUFFLED = "shuffled-1"
 """Names of orders. Snapshots contain them, so that a position is never used in another order; another specification

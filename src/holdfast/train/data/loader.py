@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from holdfast.protocol.errors import DataError
 from holdfast.train.data import (
+    EVALUATES,
     SEQUENTIAL,
     SHUFFLED,
     EpochOrder,
@@ -49,8 +50,6 @@ from holdfast.train.mistakes import ReadAhead
 
 SHRUNK = "batch_size"
 """Name in a loader's state: the number of samples that a rank takes at once, after memory was short."""
-EVALUATES = "evaluation"
-"""Name in a loader's state: only an evaluation goes over it."""
 
 TORCH_ARGUMENTS = (
     "pin_memory",

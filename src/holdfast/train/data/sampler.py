@@ -5,6 +5,8 @@ A sampler sees indices being drawn, often far ahead of the training; so the scri
 from __future__ import annotations
 
 import operator
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -12,10 +14,69 @@ import numpy as np
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from holdfast.protocol.errors import DataError, DataStateError
-from holdfast.train.data import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, positive, rank_and_world
+from holdfast.train.data import (
+    EVALUATES,
+    SEQUENTIAL,
+    SHUFFLED,
+    GlobalBatch,
+    Position,
+    order_of,
+    positive,
+    rank_and_world,
+)
 
 _BLOCK = 4096
 """Number of samples per rank whose order is computed at once."""
+UNEQUAL_STEPS = 3
+"""A warning comes after this number of steps in a row for which a loader handed out the same number of batches, and
+more than a step counts."""
+
+
+class SamplerPass:
+    """A pass of torch's loader over a sampler: what the loader has handed out. It lives as long as the loop's iterator
+    (continued_pass.py), so a pass that is over, or was left, has none."""
+
+    def __init__(self, batch_size: int, batches: int) -> None:
+        """`batch_size`: the loader's, `batches`: those of the pass; 0: not known."""
+        self.batch_size = batch_size
+        self.given = 0
+        """The number of batches that the loop has got."""
+        self.steps = 0
+        """The number of steps that have counted batches of it."""
+        self.ended = False
+        """Whether the loader has said that there is no other batch."""
+        self._batches = batches
+        self._seen = 0
+        """The number of batches that the loop had at the last step."""
+        self._gap = self._equal_gaps = 0
+        """The number of batches between the last two steps, and that of the steps in a row with it."""
+
+    def per_step(self, counted: int) -> int:
+        """The number of batches in a step that counts this many samples."""
+        return max(1, counted // self.batch_size) if self.batch_size else 1
+
+    def has_more(self, counted: int) -> bool:
+        """Whether the loop has got a batch that no step has counted, if each counts this many samples."""
+        return self.given > self.steps * self.per_step(counted)
+
+    def step(self, counted: int) -> bool:
+        """Note a step that counts this many samples. Returns whether steps take more than that. Raises DataError if the
+        loader's batches cannot be that large."""
+        per_step = self.per_step(counted)
+        is_short = self.given < min(per_step, self._batches or per_step)
+        if self.batch_size and not self.steps and (self.batch_size > counted or counted % self.batch_size or is_short):
+            raise DataError(
+                f"The loader has batch_size={self.batch_size}, and its sampler batch_size={counted}, the samples that "
+                "snaps.step() counts: some would be lost or trained twice.\n"
+                "Give both the same; for batches of changing sizes leave batch_size= of the sampler out, and call "
+                "sampler.trained(samples) before each snaps.step()."
+            )
+        gap, self._seen = self.given - self._seen, self.given
+        # The first step says nothing: a loop may read some batches ahead, once.
+        self._equal_gaps = self._equal_gaps + 1 if self.steps and gap == self._gap else int(self.steps > 0)
+        self._gap = gap
+        self.steps += 1
+        return self._equal_gaps == UNEQUAL_STEPS and gap > per_step
 
 
 class DistributedSampler(TorchSampler):  # type: ignore[misc]
@@ -29,11 +90,12 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
             …
             snaps.step()                             # counts a batch
 
-    `batch_size`: that of the loader, in samples of this rank. Without it, or without Snapshots, the script calls
-    `trained(samples)` after each batch. All other arguments are torch's. A sampler gives no weights, so the tail cannot
-    be "even": it is filled from the epoch's start as in torch's (`drop_last=False`: up to world - 1 samples are trained
-    twice) or left out (`drop_last=True`: up to world - 1 are lost). Epochs change by `set_epoch`, or by themselves when
-    the one before was drawn to its end. Raises DataError."""
+    `batch_size`: that of the loader, in samples of this rank; `snaps.step()` raises DataError if it is another. Without
+    it, or without Snapshots, the script calls `trained(samples)` after each batch. Steps count nothing of a sampler
+    over which only evaluations go: each of its passes is a whole one. All other arguments are torch's. A sampler gives
+    no weights, so the tail cannot be "even": it is filled from the epoch's start as in torch's (`drop_last=False`: up
+    to world - 1 samples are trained twice) or left out (`drop_last=True`: up to world - 1 are lost). Epochs change by
+    `set_epoch`, or by themselves when the one before was drawn to its end. Raises DataError."""
 
     def __init__(
         self,
@@ -74,6 +136,17 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         """Whether `snaps.step()` has counted a batch."""
         self._script_counts = False
         """Whether the script has called `trained`."""
+        self._coming: weakref.ref[SamplerPass] | None = None
+        self._pass: weakref.ref[SamplerPass] | None = None
+        """The pass of torch's loader that begins next, and the one that has begun; None: the indices are drawn by
+        something else, which does not show what it hands out."""
+        self._trains = self._another_trains = False
+        """Whether a batch was counted, and whether a step counted one of another tracked sampler or loader."""
+        self._has_passed = False
+        """Whether a pass came to its end."""
+        self._was_evaluation = False
+        """Whether it was an evaluation's when the loaded state was saved."""
+        self._warned = False
         super().__init__(dataset, world, rank, shuffle, seed, drop_last or tail == "drop")
         self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
         self._end = len(dataset)
@@ -82,10 +155,13 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     def __iter__(self) -> Iterator[int]:
         """The indices of this rank for the rest of the epoch."""
         position = self._position
+        self._pass, self._coming = self._coming, None
         if self._is_over():
             position.finish()
+        elif self._evaluates and position.cursor:
+            position.set_epoch(position.epoch + 1)
         self._exhausted = False
-        if not position.begin():
+        if not position.begin() and not self._evaluates:
             return
 
         order = order_of(position.length, position.seed, position.epoch, shuffle=self.shuffle)
@@ -97,16 +173,47 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
             self._begun = True  # not before: in an epoch that is trained to its end there is nothing to draw
             yield from order.take(positions % length).tolist()
         self._exhausted = True
+        self._has_passed |= self._pass is None  # otherwise the loader says when the loop has got the last batch
 
     def _is_over(self) -> bool:
         """Whether the next pass goes over the next epoch. That is so even if less than a batch is left: torch's loader
         leaves it out by its own drop_last, which we do not see."""
-        position = self._position
-        return self._exhausted and (not self._batch or self._end - position.cursor < self._batch * self.num_replicas)
+        left = self._end - self._position.cursor
+        return self._exhausted and (self._evaluates or not self._batch or left < self._batch * self.num_replicas)
 
     def _continues(self) -> bool:
         """Whether the next pass begins within an epoch, or gives nothing, since the epoch is trained to its end."""
-        return not self._is_over() and not self._position.begins_epoch
+        return not self._is_over() and not self._evaluates and not self._position.begins_epoch
+
+    def _begin_pass(self, batch_size: int, batches: int) -> SamplerPass:
+        """The pass that a loader of torch begins."""
+        begun = SamplerPass(batch_size, batches)
+        self._coming = weakref.ref(begun)
+        return begun
+
+    def _end_pass(self, ended: SamplerPass) -> None:
+        """Note that the loop has got all of this pass."""
+        ended.ended = self._has_passed = True
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether only an evaluation goes over it: its passes come to their end, and steps count the batches of others.
+        Each pass is a whole one, also after a resume, as with `DataLoader._evaluates`."""
+        return not self._trains and (self._was_evaluation or (self._another_trains and self._has_passed))
+
+    def _note_another(self) -> None:
+        """Note that a step counts a batch of another tracked sampler or loader."""
+        self._another_trains = True
+
+    @property
+    def _in_loop(self) -> bool:
+        """Whether the training's loop has a batch of it that no step has counted."""
+        if not self._begun or self._evaluates:
+            return False
+        if self._pass is None:
+            return True
+        found = self._pass()
+        return found is not None and found.has_more(self._batch_size)
 
     def __len__(self) -> int:
         """The number of this rank's indices in the rest of the epoch; every rank has the same."""
@@ -161,17 +268,29 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         self._count(samples)
 
     def _count(self, samples: int) -> None:
-        self._reported = True
+        self._reported = self._trains = True
         self._batch = max(samples, 1)
         position = self._position
         position.hand_out(min(position.cursor + samples * self.num_replicas, self._end))
         position.count_pending()
 
     def _stepped(self) -> None:
-        """Count a batch for `snaps.step()`, unless the script counts, or no index was drawn here."""
-        if self._batch_size and self._begun and not self._script_counts:
-            self._counts = True
-            self._count(self._batch_size)
+        """Count a batch for `snaps.step()`, unless the script counts, or the loop has none of it. Raises DataError if
+        batches have another size."""
+        if not self._batch_size or self._script_counts or not self._in_loop:
+            return
+        found = None if self._pass is None else self._pass()
+        if found is not None and found.step(self._batch_size) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "holdfast: each snaps.step() counts one batch of the tracked sampler, and the loop takes more: after a "
+                "resume samples would be trained twice.\n"
+                "Call snaps.step() once per batch, or give the sampler the batch_size= of all of them together.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self._counts = True
+        self._count(self._batch_size)
 
     def _keep_position(self) -> None:
         """Note that the sampler is tracked: with `batch_size=`, what was trained is known from the first step on."""
@@ -186,13 +305,17 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
                 "Give the sampler batch_size=, and snaps.step() counts each batch; or call sampler.trained(batch_size) "
                 "after each; or use holdfast.train.DataLoader. A sampler that only validates need not be tracked."
             )
-        return {**self._position.state_dict(), "batch": self._batch}
+        state = {**self._position.state_dict(), "batch": self._batch}
+        if not self._evaluates:
+            return state
+        return {**state, "epoch": state["epoch"] + self._is_over(), "cursor": 0, EVALUATES: True}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at this position, in the next pass. Raises DataStateError if the state belongs to another dataset, seed
         or order."""
         self._position.load_state_dict(state)
         self._begun = self._exhausted = False
+        self._was_evaluation |= state.get(EVALUATES) is True
         # The rest of the epoch may be less than a batch: torch's loader draws it and hands nothing out, so that there
         # is nothing to report. Then the batch size, or a cursor that has moved, shows that an earlier life reported.
         batch = state.get("batch", 0)
