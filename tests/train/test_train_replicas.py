@@ -169,3 +169,5 @@ def test_shards_are_compared_with_their_replicas(warm: Warm, tmp_path: Path) -> 
     for error in found["said"]:
         assert "rank 1 and rank 3 differ in model.first.weight" in error
     assert found["steps"] == [1, 2]
+    for error in found["refused"]:
+        assert "a DTensor cannot be stored here" in error

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast.train as ht
+from holdfast.protocol.errors import StateTypeError
 from holdfast.train import snapshots_api  # noqa: F401 - before the fork
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.folder import RankFile
@@ -215,9 +216,38 @@ def case_inner(folder: Path) -> Any:
     return [ranks(3, lambda: inner(folder, raw=raw), f"inner{raw}")[0] for raw in (True, False)]  # noqa: B023
 
 
+class Average:
+    """An average of the weights, as a script has it: its tensors are of the kind that the parameters are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def said_of_average(folder: Path, model: nn.Module) -> str:
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    snaps.track(model=model, average=Average(model))
+    snaps.resume()
+    try:
+        snaps.save(wait=True)
+    except StateTypeError as refused:
+        return str(refused)
+    finally:
+        snaps._abandon()
+    return ""
+
+
 def hsdp(folder: Path) -> Any:
-    """Rank 3 holds a replica of rank 1's shard."""
+    """Rank 3 holds a replica of rank 1's shard. Before, what is said of an average of the weights as DTensors."""
     model, optimizer = snapshot_ranks.build("hsdp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refused = said_of_average(folder / "average", model)
     snaps = ht.Snapshots(folder, every=None, memory_every=None)
     snaps.track(model=model, optimizer=optimizer)
     snaps.resume()
@@ -232,13 +262,14 @@ def hsdp(folder: Path) -> Any:
         snaps.save(wait=True)
     except Exception as raised:  # noqa: BLE001
         snaps._abandon()
-        return str(raised)
-    return ""
+        return [refused, str(raised)]
+    return [refused, ""]
 
 
 def case_hsdp(folder: Path) -> Any:
-    said = ranks(4, lambda: hsdp(folder))
-    return {"said": said, "steps": [each.step for each in folders.survey(folder).committed]}
+    found = ranks(4, lambda: hsdp(folder))
+    refused, said = zip(*found, strict=True)
+    return {"refused": refused, "said": said, "steps": [each.step for each in folders.survey(folder).committed]}
 
 
 def poisoned(folder: Path, action: Any) -> Any:
