@@ -1,16 +1,19 @@
-"""Replicas are compared at each save to the disk; what is not equal is not saved."""
+"""Replicas are compared at each save to the disk, and before the first one to memory; what is not equal is not saved."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from holdfast.train import replicas
+from holdfast.train.replica_state import ReplicaState
 from holdfast.train.replicas import difference, first_difference, first_not_finite, total
+from holdfast.train.state import Tracker
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "replica_ranks.py"
@@ -157,6 +160,32 @@ def test_a_module_that_each_rank_has_for_itself_is_no_replica(warm: Warm, tmp_pa
         assert "ranks 0, 1, 2 and 3 differ from one another in model.own.weight" in error
 
 
+def test_ranks_that_differ_leave_no_state_in_memory_for_each_other(warm: Warm, tmp_path: Path) -> None:
+    found = warm.found(SCRIPT, "in_memory", tmp_path)
+    for name, step, held in (("own saved", 2, []), ("common saved", 2, []), ("own remade", 1, [])):
+        for each in found[name]:
+            assert "rank 0 and rank 1 differ in model.own.weight" in each["error"]
+            assert (each["step"], each["began_with"], each["held"]) == (step, [], held)
+    assert [each["equal"] for each in found["own saved"]] == [False, False], "one cannot take the state of the other"
+    # They are equal before the first step: that state is good, and the difference is found after it.
+    for each in found["common remade"]:
+        assert "after step 1: rank 0 and rank 1 differ" in each["error"]
+        assert set(each["held"]) == {0}
+
+
+@pytest.mark.parametrize("uncompared", [False, True])
+def test_what_was_not_compared_is_not_left_for_a_lost_rank(*, uncompared: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    tracker = Tracker()
+    tracker.add({"model": model})
+    said = []
+    saving: Any = SimpleNamespace(uncompared=uncompared, leave_alone=lambda *, tensors: said.append(tensors))
+    state = ReplicaState(tracker, "")
+    state.leave(saving)
+    state.close()
+    assert said == [not uncompared]
+
+
 def test_it_is_the_same_whether_ddp_or_the_module_in_it_is_tracked(warm: Warm, tmp_path: Path) -> None:
     (_, weights), (resumed, weights_again) = warm.found(SCRIPT, "inner", tmp_path)
     assert resumed
@@ -169,3 +198,5 @@ def test_shards_are_compared_with_their_replicas(warm: Warm, tmp_path: Path) -> 
     for error in found["said"]:
         assert "rank 1 and rank 3 differ in model.first.weight" in error
     assert found["steps"] == [1, 2]
+    for error in found["refused"]:
+        assert "a DTensor cannot be stored here" in error

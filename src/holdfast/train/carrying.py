@@ -45,6 +45,7 @@ class PlainCallReason(Enum):
     TORCH = "this version of torch was never tried"
     DDP = "a DDP module, or its process group, cannot be set up again for other ranks"
     OTHER = "replacements join in the resume() of other Snapshots, which comes first in this program"
+    DIFFER = "the ranks have different parameters, and one could not take the state of another"
     DATA = "a tracked object hands out data and cannot follow another number of ranks"
 
 

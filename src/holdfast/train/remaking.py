@@ -313,8 +313,9 @@ class Remaker:
         """A call found no state and begins at step 0: objects that were made before the function have seen steps."""
         self._calls.refusing_errors(lambda: self._first_states.give_back(tracker.others))
 
-    def resumed(self, steps_lost: int) -> None:
-        """Everything that is tracked has its state. `steps_lost`: steps that are done again."""
+    def resumed(self, steps_lost: int) -> bool:
+        """Everything that is tracked has its state. `steps_lost`: steps that are done again. Returns whether a rank
+        leaves its state for others when one is lost (replica_state.py); equal on all ranks."""
         self._snaps._made_in = name_of(self._function)
         tracker, report = self._snaps._tracker, self._calls.functions.report
         if report is not None:
@@ -331,14 +332,14 @@ class Remaker:
             self.withdraw("states are not in memory, from which the ranks could go on")
         elif not self._snaps._options.replicas_differ:
             self._replicas = replica_state(tracker, self._snaps.memory_place, self._calls.group.world)
-        self._agree_on_steps()
+        return self._agree_on_steps()
 
-    def _agree_on_steps(self) -> None:
+    def _agree_on_steps(self) -> bool:
         """Let the ranks agree on each step before an optimizer changes anything, if they have replicas of each part.
-        All ranks call this."""
+        All ranks call this. Returns whether one of them has such replicas."""
         group, replicas, place = self._calls.group, self._replicas, self._snaps.memory_place
         if group.world == 1:
-            return
+            return False
         # A world may have several calls of resume(): each needs messages of its own.
         store = dist.PrefixStore("steps", group.store)
         peers = Peers.meeting(store, group.rank, group.world, call="ht.survive (resume() in its function)")
@@ -346,14 +347,14 @@ class Remaker:
         places, word = [where for where, _ in answers], answers[0][1]
         self._decided = Decision(word[:16], 0)  # nobody has an open step of an earlier world any more
         if replicas is None or not all(places):
-            return
+            return any(places)
         own = [rank for rank, where in enumerate(places) if where == places[group.rank]]
         one_node, speaker = len(own) == group.world, None
         if not one_node:
             found = meet(peers, places, key_of_life(Path(place), word), self._calls.is_cut)
             if isinstance(found, NoAgreement):
                 self._warn_of_no_agreement(found)
-                return
+                return True
             links = found
             if links:
                 decides = group.rank == 0
@@ -361,6 +362,7 @@ class Remaker:
         path = os.path.join(place, f"{word[:16]}.steps")
         with contextlib.suppress(OSError):  # without room for it, no step is ever decided
             replicas.agree(StepAgreement(path, own.index(group.rank), len(own), speaker, one_node=one_node))
+        return True
 
     def _warn_of_no_agreement(self, why: NoAgreement) -> None:
         """Say once, on rank 0, what is not promised in this job."""

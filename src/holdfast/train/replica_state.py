@@ -10,6 +10,9 @@ that of all. Without that agreement a rank whose optimizer has begun to step com
 unable to: then training goes on from the state in memory before. A rank whose parameters have changed since the last
 step was complete, in any other way, leaves no tensors.
 
+Plain tensors of the same name may be each rank's own, as the stages of a pipeline by hand. So the ranks compare them
+before the first step and after it (`Saving.uncompared`), and until then no rank leaves tensors.
+
 The text of the lost rank is that of another one; its random numbers are in a record that outlives it
 (random_numbers.py). Objects of the program's own may be different on each rank: with these it is not done. On a GPU
 neither: work that was queued for a step may still change the parameters of the step before.
@@ -98,7 +101,7 @@ class ReplicaState:
             clean = not self.stepping and self._boundary.untouched()
             self._boundary.rewind(self._tracker.state)
             self._tracker.set_positions(self._boundary.positions())
-            saving.leave_alone(tensors=clean)
+            saving.leave_alone(tensors=clean and not saving.uncompared)
 
     def close(self) -> None:
         """No step follows."""

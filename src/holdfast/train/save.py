@@ -89,6 +89,8 @@ class Staged(Enum):
     STAGED = "staged"
     UNPLANNED = "unplanned"
     """The state has another shape than the plan."""
+    UNCOMPARED = "uncompared"
+    """The replicas have to be compared first: no copy is made."""
     NO_ROOM = "no room"
     """Both slots are being written: there is no copy of this state."""
     FAILED = "failed"
@@ -104,7 +106,9 @@ class SaveDecision(Enum):
     PERSIST = "persist"
     """The state goes to the disk."""
     PLAN = "plan"
-    """All ranks make a plan; another round follows."""
+    """All ranks make a plan, and compare replicas; another round follows."""
+    COMPARE = "compare"
+    """All ranks compare replicas; another round follows."""
     EXAMINE = "examine"
     """All ranks examine their tensors, since the state goes to the disk; another round follows."""
     SAVE_NOW = "save now"
@@ -117,7 +121,7 @@ class SaveDecision(Enum):
     """All ranks raise."""
 
 
-REPEATS = (SaveDecision.PLAN, SaveDecision.EXAMINE, SaveDecision.SAVE_NOW)
+REPEATS = (SaveDecision.PLAN, SaveDecision.COMPARE, SaveDecision.EXAMINE, SaveDecision.SAVE_NOW)
 """Decisions after which another round follows."""
 
 
@@ -197,7 +201,17 @@ class Saving:
         """The number of calls since the last save at which gradients were pending on some ranks and not on others;
         counted on rank 0."""
         self._compared_step = tracker.state.step
-        """The last step at which replicas were compared, and equal."""
+        """The last step at which replicas were compared for the disk, and equal."""
+        self._first_step = tracker.state.step
+        """The step from which these ranks go on."""
+        self._equal_step: int | None = None
+        """The last step at which the replicas of the present plan were found equal; None: it is not known that they
+        are."""
+        self._was_equal: bool | None = None
+        """Whether all ranks had the same state before the first step; None: it was not asked."""
+        self.compares_first_step = False
+        """Whether replicas are compared after the first step, also without a save, since others may need this rank's
+        state when one is lost; equal on all ranks."""
         self._layout: Layout | None = None
         """The plan; None: there is none yet."""
         self._whole: tuple[int, int, int] | None = None
@@ -226,9 +240,18 @@ class Saving:
         return self.tier.busy or (self._landing is not None and self._landing.persist is not None)
 
     @property
-    def planned(self) -> bool:
-        """Whether there is a plan."""
-        return self._layout is not None
+    def plans_ahead(self) -> bool:
+        """Whether a plan or a comparison is due, also without a save."""
+        return self._layout is None or (self.compares_first_step and self.uncompared)
+
+    @property
+    def uncompared(self) -> bool:
+        """Whether no state may be used for other ranks before replicas are compared; equal on all ranks. They are
+        compared once for each plan, and once more after the first step: what the program has made with one seed on
+        all ranks differs only then."""
+        if self._rules.replicas_differ or self._peers.world == 1:
+            return False
+        return self._equal_step is None or self._equal_step == self._first_step < self._tracker.state.step
 
     @property
     def peers(self) -> Peers:
@@ -250,7 +273,9 @@ class Saving:
         self.await_copied()
         self._peers, self._taken = peers, taken
         self._saves = 0
-        self._layout = None
+        self._layout = self._equal_step = None
+        self._first_step = self._tracker.state.step
+        self._was_equal = self.compares_first_step = True
         self.tier.regroup(peers.rank, peers.world, generation)
 
     def copy_adopted(self, adopted: Saved) -> None:
@@ -425,8 +450,8 @@ class Saving:
             if decision not in REPEATS:
                 break
             staged, pending = decision is SaveDecision.EXAMINE, False
-            if decision is SaveDecision.PLAN:
-                self.plan()
+            if decision in (SaveDecision.PLAN, SaveDecision.COMPARE):
+                self._compare(plans=decision is SaveDecision.PLAN)
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
 
@@ -581,6 +606,8 @@ class Saving:
         self._disagreed = 0
         if any(each.staged is Staged.UNPLANNED for each in reports):
             return {**answer, "do": SaveDecision.PLAN.value}
+        if any(each.staged is Staged.UNCOMPARED for each in reports):
+            return {**answer, "do": SaveDecision.COMPARE.value}
 
         all_staged = answer["whole"] = all(each.staged is Staged.STAGED for each in reports)
         persist = durable or (self._clock.due(now_s) and not self.busy and all_staged)
@@ -625,9 +652,11 @@ class Saving:
         )
         return SaveDecision.SAVE_NOW
 
-    def resumed_from(self, state: tuple[int, int, int] | None) -> None:
-        """Note the state in memory from which all ranks go on; None: it was not in memory."""
+    def resumed_from(self, state: tuple[int, int, int] | None, *, anew: bool) -> None:
+        """Note the state in memory from which all ranks go on; None: it was not in memory. `anew`: there was no state
+        at all. Otherwise all ranks have read the same values."""
         self._whole = state
+        self._equal_step = None if anew else self._first_step
 
     def leave_alone(self, *, tensors: bool) -> bool:
         """Leave the present state in memory, without the other ranks, since one of them was lost: all that this rank
@@ -705,6 +734,27 @@ class Saving:
         self.settle()
         self.tier.drop(self._compared_step)
 
+    def is_equal_everywhere(self) -> bool:
+        """Whether all ranks have the same parameters and optimizers, or need not, so that one can take the state of
+        another; all ranks call this before they train. They are compared in the first call only."""
+        if self._was_equal is None:
+            collected = self._collect()
+            names = [name for name in collected.shared if name not in collected.buffers]
+            digest = replicas.total([collected.shared[name] for name in names])
+            first, *others = self._peers.all_gather(["" if self._rules.replicas_differ else digest, names])
+            self._was_equal = self.compares_first_step = all(each == first for each in others)
+        return self._was_equal
+
+    def _differing_now(self) -> list[int]:
+        """The ranks of a group whose replicas differ now; empty: there is none. All ranks call this, with a plan."""
+        if not self.uncompared:
+            return []
+        answers = self._peers.gather(self._digests(self._collect()))
+        differ: list[int] = self._peers.broadcast(_differing(answers) if answers else None)
+        if not differ:
+            self._equal_step = self._tracker.state.step
+        return differ
+
     def _raise_difference(self, ranks: list[int]) -> NoReturn:
         """Raise ReplicasDifferError, since these ranks have different digests. All ranks call it."""
         self.drop_uncompared()
@@ -739,6 +789,8 @@ class Saving:
         room = layout.file.spans[TEXT]
         if len(collected.text) > room.stop - room.start:
             return Staged.UNPLANNED
+        if self.uncompared:
+            return Staged.UNCOMPARED
 
         self._await_reserved(self._staged + 1)
         try:
@@ -795,8 +847,25 @@ class Saving:
         """Plan before a save is due, so that the first one costs no more than the others; all ranks call this together.
         Nothing is done while gradients are `pending` on one of them: its optimizer has no state before its first step.
         """
-        if not any(self._peers.all_gather(pending)):
+        if any(self._peers.all_gather(pending)):
+            return
+        if self.compares_first_step:
+            self._compare(plans=True)
+        else:
             self.plan()
+
+    def _compare(self, *, plans: bool) -> None:
+        """Compare replicas, with another plan if this one `plans`; all ranks call this. Raises ReplicasDifferError."""
+        if plans:
+            self.plan()
+        if differ := self._differing_now():
+            self._raise_difference(differ)
+
+    def has_equal_replicas(self) -> bool:
+        """Plan, and compare replicas before the first step; all ranks call this. They may differ even in a program that
+        is right, if its DDP makes them equal later."""
+        self.plan()
+        return not self._differing_now()
 
     def plan(self) -> None:
         """Make a plan, and begin to take memory for it in the background; all ranks call this together. If one rank
@@ -817,6 +886,7 @@ class Saving:
                 raise SnapshotError(f"rank {rank} failed: {text}")
 
         self._views.clear()
+        self._equal_step = None
         if isinstance(self.tier, SaverClient):
             self.tier.drop_fetched()  # all ranks have copied adopted pages, so no rank needs it any more
         loose = set(collected.shared) if self._rules.replicas_differ else collected.buffers
@@ -932,9 +1002,10 @@ def _text_of_difference(found: tuple[str, replicas.ReplicaDifference] | None, st
     which = f"{found[1]} in {found[0]}" if found is not None else "the ranks differ"
     return (
         f"the ranks have different values of the same tensor after step {step}: {which}\n"
-        "A snapshot would mix them, so none was made. Did a step skip DDP's exchange of gradients, or does each rank\n"
-        "train something alone that is tracked? If that is intended: options=ht.SnapshotOptions(replicas_differ=True)\n"
-        "saves the values of the first rank that has the tensor."
+        "A snapshot would mix them, so none was made. Did a step skip DDP's exchange of gradients? Or does each rank\n"
+        "have a part of its own (a stage of a pipeline, a shard by hand)? Track that, and its optimizer, by another\n"
+        "name on each rank: track(**{f'stage{rank}': model}). If the ranks are to differ, as in local SGD:\n"
+        "options=ht.SnapshotOptions(replicas_differ=True) saves the values of the first rank that has the tensor."
     )
 
 

@@ -95,7 +95,7 @@ class SnapshotOptions:
     """Bytes per second that a node may send with `copies=1`. None: no limit."""
     replicas_differ: bool = False
     """Whether ranks may have different values of a parameter (local SGD); a snapshot then has those of the first rank
-    that has it. False: that is an error, at each save to the disk."""
+    that has it. False: that is an error at each save to the disk, and at the first ones to memory."""
     nonfinite: Literal["report", "stop"] = "report"
     """What follows if a parameter or optimizer value in a save to the disk is nan or infinite, which the saver finds
     while it writes. "report": rank 0 warns, and the snapshot is marked. "stop": there is no snapshot, and all ranks
@@ -156,7 +156,7 @@ class RemakingCall(SurvivingCall, Protocol):
 
     def begin_anew(self, tracker: Tracker) -> None: ...
 
-    def resumed(self, steps_lost: int) -> None: ...
+    def resumed(self, steps_lost: int) -> bool: ...
 
     def outlives(self, error: BaseException) -> bool: ...
 
@@ -527,7 +527,7 @@ class Snapshots:
                 self._schedule.follow([min(newest.durable_step, step), step, step + 1])
                 self._durable_epoch, self._unsaved = newest.durable_epoch, newest.unsaved
             saving.errors += self._before.errors
-        saving.resumed_from(state)
+        saving.resumed_from(state, anew=resumed is None)
         if lost and resumed is None and saving.peers.rank == 0:
             warnings.warn(
                 f"holdfast: ht.survive: {lost} steps are lost: no state of them was complete in memory, and none was "
@@ -538,9 +538,10 @@ class Snapshots:
         if self._new_world is not None and resumed is None:
             remaker.begin_anew(self._tracker)
         self._new_world, self._before = None, _Before()
-        remaker.resumed(lost)
-        # From now on there is a state of all that is tracked, also of what is older, and it is whole on each node.
-        if resumed is None or (state is not None and state[2] == ALONE_SAVE):
+        saving.compares_first_step = remaker.resumed(lost)
+        # From now on there is a state of all that is tracked, also of what is older, and it is whole on each node. But
+        # without a state to mix up, a loss in the first step begins anew, which is as good.
+        if (resumed is None and saving.has_equal_replicas()) or (state is not None and state[2] == ALONE_SAVE):
             self._save(saving, durable=False)
 
     def _save_at_safe_point(self, *, leaves: bool, nodes: int) -> None:
@@ -719,7 +720,7 @@ class Snapshots:
             durable, schedule.ask_at = saving.ask(step)
         if durable or schedule.memory_due(step):
             self._save(saving, durable=durable, pending=pending)
-        elif not saving.planned:
+        elif saving.plans_ahead:
             saving.plan_ahead(pending=pending)
 
     def save(self, *, wait: bool = False) -> None:

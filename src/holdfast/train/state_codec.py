@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.protocol.errors import SnapshotDamagedError, StateTypeError
 
@@ -141,6 +142,11 @@ class Encoder:
 
     def _leave(self, path: str, tensor: torch.Tensor) -> str:
         check_storable(path, tensor)
+        if isinstance(tensor, DTensor):
+            raise StateTypeError(
+                f"{_short(path)}: a DTensor cannot be stored here, since it would come back as one rank's part alone: "
+                "track a module that has it as a parameter or a buffer"
+            )
         name = f"{self._prefix}{path}"
         self.tensors[name] = tensor
         return name

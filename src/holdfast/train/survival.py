@@ -56,6 +56,7 @@ from holdfast.train.carrying import (
     PlainCall,
     PlainCallReason,
     check_function,
+    is_sharded,
     surviving_mode,
     why_alone,
     why_not_made_again,
@@ -142,7 +143,7 @@ def _survivor_of(
     if why is None and not snaps._is_joined_in:
         why = PlainCall(PlainCallReason.OTHER)
     elif why is None:
-        why = why_plain(group, snaps._tracker) if keeps else why_not_made_again(group)
+        why = _why_not_kept(group, snaps) if keeps else why_not_made_again(group)
     channel = AgentChannel.open() if why is None else None
     if why is None and channel is None:
         why = PlainCall(PlainCallReason.NO_AGENT)
@@ -162,6 +163,16 @@ def _survivor_of(
     if not is_replacement():
         _announce(group, snaps, None, keeps=keeps)
     return found
+
+
+def _why_not_kept(group: ProcessGroup | None, snaps: Snapshots) -> PlainCall | None:
+    """The answer that a loss cannot be survived with the models of these Snapshots, with its reason; None: it can. All
+    ranks call this."""
+    # Sharded models are refused. The ranks are compared first: what else is a reason may be so on some ranks only.
+    assert snaps._saving is not None
+    alike = any(map(is_sharded, snaps._tracker.models)) or snaps._saving.is_equal_everywhere()
+    why = why_plain(group, snaps._tracker)
+    return PlainCall(PlainCallReason.DIFFER) if why is None and not alike else why
 
 
 def _announce(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | None, *, keeps: bool) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast.train as ht
+from holdfast.protocol.errors import ReplicasDifferError, StateTypeError
 from holdfast.train import snapshots_api  # noqa: F401 - before the fork
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.folder import RankFile
@@ -192,6 +193,64 @@ def case_private(folder: Path) -> Any:
     return ranks(4, lambda: private(folder))
 
 
+class Remaker:
+    """Stands for `ht.survive` with a function that makes its model: others take this rank's state when one is lost."""
+
+    def check(self, _: Any) -> None:
+        """All fits."""
+
+    def resumed(self, _: int) -> bool:
+        return True
+
+    def outlives(self, _: BaseException) -> bool:
+        return False
+
+
+def in_memory(folder: Path, *, seed: str, remade: bool) -> Any:
+    """A model that no DDP keeps equal, with states in memory alone. `seed`: "own" for each rank, or "common", so that
+    it is equal before the first step. Returns what was raised, after which step, and the steps that are in memory."""
+    torch.manual_seed(dist.get_rank() if seed == "own" else 0)
+    model = Private()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snaps = ht.Snapshots(folder, every=None, memory_every=2)
+    snaps.track(model=model, optimizer=optimizer)
+    snaps._remaker = Remaker() if remade else None
+    equal = None
+    snaps.resume()
+    assert snaps._saving is not None
+    if seed == "own" and not remade:
+        equal = snaps._saving.is_equal_everywhere()
+    began_with = held(snaps)
+    error = ""
+    try:
+        for _ in range(2):
+            model.own(torch.full((4, 3), float(dist.get_rank() + 1))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            snaps.step()
+    except ReplicasDifferError as raised:
+        error = str(raised)
+    found = {"error": error, "step": snaps.state.step, "began_with": began_with, "held": held(snaps), "equal": equal}
+    snaps._abandon()
+    return found
+
+
+def held(snaps: ht.Snapshots) -> list[int]:
+    """The steps whose states are in memory, for others to take."""
+    assert snaps._saving is not None
+    return [each.request.step for each in snaps._saving.tier.held(str(snaps.path)) if each.request is not None]
+
+
+def case_in_memory(folder: Path) -> Any:
+    cases = [("own", False), ("own", True), ("common", False), ("common", True)]
+    return {
+        f"{seed} {'remade' if remade else 'saved'}": ranks(
+            2, partial(in_memory, folder / f"{seed}{remade}", seed=seed, remade=remade), f"{seed}{remade}"
+        )
+        for seed, remade in cases
+    }
+
+
 def inner(folder: Path, *, raw: bool) -> Any:
     """The weights, where the module inside DDP is tracked, and then DDP."""
     torch.manual_seed(0 if raw else 1)
@@ -215,9 +274,38 @@ def case_inner(folder: Path) -> Any:
     return [ranks(3, lambda: inner(folder, raw=raw), f"inner{raw}")[0] for raw in (True, False)]  # noqa: B023
 
 
+class Average:
+    """An average of the weights, as a script has it: its tensors are of the kind that the parameters are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def said_of_average(folder: Path, model: nn.Module) -> str:
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    snaps.track(model=model, average=Average(model))
+    snaps.resume()
+    try:
+        snaps.save(wait=True)
+    except StateTypeError as refused:
+        return str(refused)
+    finally:
+        snaps._abandon()
+    return ""
+
+
 def hsdp(folder: Path) -> Any:
-    """Rank 3 holds a replica of rank 1's shard."""
+    """Rank 3 holds a replica of rank 1's shard. Before, what is said of an average of the weights as DTensors."""
     model, optimizer = snapshot_ranks.build("hsdp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refused = said_of_average(folder / "average", model)
     snaps = ht.Snapshots(folder, every=None, memory_every=None)
     snaps.track(model=model, optimizer=optimizer)
     snaps.resume()
@@ -232,13 +320,14 @@ def hsdp(folder: Path) -> Any:
         snaps.save(wait=True)
     except Exception as raised:  # noqa: BLE001
         snaps._abandon()
-        return str(raised)
-    return ""
+        return [refused, str(raised)]
+    return [refused, ""]
 
 
 def case_hsdp(folder: Path) -> Any:
-    said = ranks(4, lambda: hsdp(folder))
-    return {"said": said, "steps": [each.step for each in folders.survey(folder).committed]}
+    found = ranks(4, lambda: hsdp(folder))
+    refused, said = zip(*found, strict=True)
+    return {"refused": refused, "said": said, "steps": [each.step for each in folders.survey(folder).committed]}
 
 
 def poisoned(folder: Path, action: Any) -> Any:
