@@ -37,15 +37,22 @@ class WatchedTensors:
     `flatten_parameters()`. Those tensors are watched by their values instead (`watch_values`)."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
-        # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
-        self._counted = [each for each in self._tensors if not each.is_inference()]
-        self._noted: tuple[list[int], list[int]] = [], []
-        """Counts of changes, and addresses, at the last `note`."""
         self._moving: list[torch.Tensor] = []
         """The tensors that are watched by their values."""
         self._digests: list[torch.Tensor] = []
         """Digests of these values at the last `note`."""
+        self._noted: tuple[list[int], list[int]] = [], []
+        """Counts of changes, and addresses, at the last `note`."""
+        self.watch(tensors)
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Watch these tensors instead, from the next `note` on."""
+        there = list(dict.fromkeys(tensors))
+        self._moving = [each for each in there if each in set(self._moving)] if self._moving else []
+        moving = set(self._moving)
+        self._tensors = [each for each in there if each not in moving]
+        # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
+        self._counted = [each for each in self._tensors if not each.is_inference()]
 
     def note(self) -> None:
         """Begin to watch for changes, from the tensors as they are now."""
