@@ -225,7 +225,7 @@ class Survivor:
             for model in self._snaps._tracker.models:
                 hooks.enter_context(noted_forward(model, self._boundary.forward_done))
             hooks.callback(self._leave)
-            self._modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
+            self._snaps._tracker.switches.note()
 
             state = self._snaps.state
             follow = functools.partial(self._begin_epoch, follow=state._follow)
@@ -373,6 +373,7 @@ class Survivor:
 
     def leave_world(self) -> None:
         """Go back to the last boundary."""
+        self._snaps._tracker.switches.put_modes_back()  # it may have been interrupted in an evaluation
         self._boundary.rewind(self._snaps.state)
         self._clean = not self._stepping and self._boundary.untouched() and not self._may_have_written()
         self._steps_lost = 0
@@ -385,8 +386,7 @@ class Survivor:
         self._probe.begin_world()
         self._begin_step()
         report.step, report.steps_lost = agreement.chosen.step, self._steps_lost
-        for module, mode in self._modes:  # it may have been interrupted in an evaluation
-            module.training = mode
+        self._snaps._tracker.switches.put_modes_back()  # also where the world was left at a safe point
 
     def _agree(self, go: Go, *, step: int) -> Agreement:
         """Enter the next generation, and agree with the other ranks on the state. `step`: see RankReport."""
