@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.protocol.errors import DataStateError
 from holdfast.train import copying, torch_private
-from holdfast.train.kept import WatchedTensors
+from holdfast.train.kept import ExtraStates, WatchedTensors
 from holdfast.train.module_parts import ModuleParts
 from holdfast.train.own_objects import OwnObjects
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
@@ -64,6 +64,7 @@ class Boundary:
         self._options: list[dict[str, Any]] = []
         self._parts = ModuleParts(tracker.models)
         self._buffers = Buffers(tracker.models)
+        self._extra = ExtraStates(self._parts.modules)
         self._parameters = WatchedTensors(map(_watchable, self._parts.parameters))
         self.objects = OwnObjects(tracker.others, place, tracker.loaded)
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
@@ -94,8 +95,10 @@ class Boundary:
         ]
         if self._parts.renew():
             self._buffers.take(self._parts.modules)
+            self._extra = ExtraStates(self._parts.modules)
             self._parameters.watch(map(_watchable, self._parts.parameters))
         self._buffers.keep()
+        self._extra.keep()
         self._parameters.note()
         if self._has_more:
             self._mark_more()
@@ -117,7 +120,9 @@ class Boundary:
         """Whether nothing that is not kept here has changed since the last `mark`: no parameter (the forward pass of a
         momentum encoder changes some, and so does an adversarial step; that of a codebook may put a new one in its
         place), and no large tensor of a tracked object."""
-        return not self._parts.have_changed() and self._parameters.intact() and self.objects.intact()
+        if self._parts.have_changed() or not self._extra.intact():
+            return False
+        return self._parameters.intact() and self.objects.intact()
 
     def moved(self) -> None:
         """Accept that parameters are in other memory than at the last `mark`: the caller has found that their values
@@ -168,6 +173,7 @@ class Boundary:
         for group, options in zip(groups, self._options, strict=True):
             _set_options(group, options)
         self._buffers.restore()
+        self._extra.restore()
         for scaler, scales in zip(self._scalers, self._scales, strict=True):
             torch_private.set_scale(scaler, *(None if each is None else each.clone() for each in scales))
 
@@ -179,6 +185,7 @@ class Boundary:
         the source's."""
         if step == self.step:
             self._buffers.restore()
+            self._extra.restore()
         elif step > self.step and self._interrupted is not None:
             self._buffers.restore_changed(self._interrupted[1])
 
