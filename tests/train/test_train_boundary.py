@@ -284,6 +284,65 @@ def test_parameters_that_changed_before_the_optimizer_s_step_are_noticed(
     assert not boundary.untouched()
 
 
+def test_a_parameter_in_the_place_of_another_is_noticed_and_watched_then(tmp_path: Path) -> None:
+    """As the codebook of a VQ-VAE, which many forward passes make anew."""
+    boundary, state, model = tracked(tmp_path)
+    boundary.mark(state)
+    model.weight = nn.Parameter(model.weight.detach() * 0.5, requires_grad=False)
+    assert not boundary.untouched()
+    boundary.mark(state)
+    assert boundary.untouched()
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+    assert not boundary.untouched()
+
+
+class Annealed(nn.Linear):
+    """It counts its forward passes, and has more to keep than it copies in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.seen: dict[str, list[int]] = {"calls": []}
+        self.large = torch.zeros(1 << 14)
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"seen": self.seen, "large": self.large}
+
+    def set_extra_state(self, state: dict[str, dict[str, list[int]]]) -> None:
+        self.seen = state["seen"]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.seen["calls"].append(len(rows))
+        return super().forward(rows)
+
+
+def test_the_extra_state_of_a_module_comes_back(tmp_path: Path) -> None:
+    model = Annealed()
+    boundary, state, _ = tracked(tmp_path, model)
+    model(torch.ones(3, 2))
+    boundary.mark(state)
+    for _ in range(2):
+        model(torch.ones(4, 2))
+        assert boundary.untouched()
+        boundary.rewind(state)
+        assert model.seen == {"calls": [3]}
+    model.large.add_(1)
+    assert not boundary.untouched(), "a large tensor is not copied"
+
+
+def test_a_module_that_is_added_is_noticed_and_kept_then(tmp_path: Path) -> None:
+    boundary, state, model = tracked(tmp_path)
+    boundary.mark(state)
+    model.added = nn.BatchNorm1d(2)
+    assert not boundary.untouched()
+    boundary.mark(state)
+    model.added(torch.randn(4, 2))
+    assert boundary.untouched(), "only buffers have changed"
+    boundary.rewind(state)
+    assert model.added.running_mean is not None
+    assert not model.added.running_mean.any()
+
+
 def test_a_scaler_that_is_switched_off_has_nothing_to_keep(tmp_path: Path) -> None:
     boundary, state, _ = tracked(tmp_path, scaler=torch.amp.GradScaler("cpu", enabled=False))
     state.step = 3

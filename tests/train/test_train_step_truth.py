@@ -306,7 +306,7 @@ def test_a_kept_state_shares_nothing_that_its_owner_may_change() -> None:
     live["small"].zero_()  # type: ignore[union-attr]
     for _ in range(2):
         got = Taking()
-        kept.give_back(got)
+        kept.give_back(got.load_state_dict)
         assert (got.state["numbers"], got.state["small"].tolist()) == ([1, 2], [1.0] * 3)
         got.state["numbers"].append(9)
 
@@ -340,16 +340,34 @@ def test_values_that_change_without_a_count_are_seen(
     change: Callable[[torch.Tensor], None], dtype: torch.dtype
 ) -> None:
     parameters = [nn.Parameter(torch.ones(5, 3, dtype=dtype).t()), nn.Parameter(torch.empty(0))]
-    probe = ValueProbe(parameters)
+    probe = ValueProbe()
     looks = []
     for _ in range(8):
-        probe.begin_step()
+        probe.begin_step(parameters)
         assert not probe.changed()
         looks.append(probe.looks)
         if looks == [True]:
             change(parameters[0])
             assert probe.changed()
+        probe.end_step(passes=1)
     assert looks == [True, True, False, True, False, False, False, True]
+
+
+def test_steps_with_more_forward_passes_are_looked_at() -> None:
+    """Adversarial training that begins later, in every other step."""
+    probe, looks = ValueProbe(), []
+    for step in range(1, 16):
+        probe.begin_step([torch.ones(2)])
+        looks.append(probe.looks)
+        passes = 2 if step >= 5 and step % 2 else 1
+        assert probe.is_new(passes) == (step in (5, 7))
+        probe.end_step(passes)
+    assert [step for step, looked in enumerate(looks, 1) if looked] == [1, 2, 4, 6, 7, 8]
+
+    probe.begin_world()
+    assert not probe.is_new(9)
+    probe.begin_step([torch.ones(2)])
+    assert probe.looks, "in another world a step has another number of micro-batches"
 
 
 # --- what is not tracked is noticed -----------------------------------------------------------------------------------

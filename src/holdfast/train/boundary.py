@@ -24,7 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.protocol.errors import DataStateError
 from holdfast.train import copying, torch_private
-from holdfast.train.kept import WatchedTensors
+from holdfast.train.kept import ExtraStates, WatchedTensors
+from holdfast.train.module_parts import ModuleParts
 from holdfast.train.own_objects import OwnObjects
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
 from holdfast.train.state import Tracker, TrainState, position_of
@@ -44,6 +45,8 @@ class Boundary:
         """`place`: a folder in memory that outlives this process; empty: there is none."""
         self.step = self.epoch = 0
         """The step and the epoch of the last `mark`."""
+        self.passes = 0
+        """The number of forward passes with gradients since the last `mark`."""
         self.after_forward: Callable[[], object] | None = None
         """A function that is called at the end of each forward pass; None: there is none."""
         self._tracker = tracker
@@ -59,8 +62,10 @@ class Boundary:
         self._schedules: list[dict[str, Any]] = []
         self._optimizers = tracker.optimizers
         self._options: list[dict[str, Any]] = []
+        self._parts = ModuleParts(tracker.models)
         self._buffers = Buffers(tracker.models)
-        self._parameters = WatchedTensors(map(_watchable, (p for model in tracker.models for p in model.parameters())))
+        self._extra = ExtraStates(self._parts.modules)
+        self._parameters = WatchedTensors(map(_watchable, self._parts.parameters))
         self.objects = OwnObjects(tracker.others, place, tracker.loaded)
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
         self._scales: list[list[torch.Tensor | None]] = []
@@ -71,7 +76,7 @@ class Boundary:
         this state was made or taken. `enters`: it was agreed on for a world in which no step was done yet. Another rank
         may not have come so far, so the random numbers are not written down: those of the step's own world stay."""
         step = self.step = state.step
-        self.epoch = state.epoch
+        self.epoch, self.passes = state.epoch, 0
         self._random.read()
         if self._record is not None:
             if enters:
@@ -88,7 +93,12 @@ class Boundary:
             for each in self._optimizers
             for group in each.param_groups
         ]
+        if self._parts.renew():
+            self._buffers.take(self._parts.modules)
+            self._extra = ExtraStates(self._parts.modules)
+            self._parameters.watch(map(_watchable, self._parts.parameters))
         self._buffers.keep()
+        self._extra.keep()
         self._parameters.note()
         if self._has_more:
             self._mark_more()
@@ -108,7 +118,10 @@ class Boundary:
 
     def untouched(self) -> bool:
         """Whether nothing that is not kept here has changed since the last `mark`: no parameter (the forward pass of a
-        momentum encoder changes some, and so does an adversarial step), and no large tensor of a tracked object."""
+        momentum encoder changes some, and so does an adversarial step; that of a codebook may put a new one in its
+        place), and no large tensor of a tracked object."""
+        if self._parts.have_changed() or not self._extra.intact():
+            return False
         return self._parameters.intact() and self.objects.intact()
 
     def moved(self) -> None:
@@ -116,6 +129,11 @@ class Boundary:
         are the same. From now on these are watched by their values (kept.py)."""
         if not self._parameters.intact():
             self._parameters.watch_values()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the models at the last `mark`."""
+        return self._parts.parameters
 
     def positions(self) -> dict[str, dict[str, Any]]:
         """The positions of the loaders and samplers at the last `mark`, by name. Raises DataStateError if a sampler
@@ -128,6 +146,7 @@ class Boundary:
         """Write the random numbers down for a replacement: a model's forward pass is done, and most steps draw nothing
         after it. The replacement needs them if this rank is lost before its step is complete, and others complete
         theirs with its gradients."""
+        self.passes += torch.is_grad_enabled()
         self.note_drawn()  # each micro-batch calls this; that of the step's last one stays
         if self.objects.any:
             self.objects.forward_done(self._tracker.state.step + 1)
@@ -154,6 +173,7 @@ class Boundary:
         for group, options in zip(groups, self._options, strict=True):
             _set_options(group, options)
         self._buffers.restore()
+        self._extra.restore()
         for scaler, scales in zip(self._scalers, self._scales, strict=True):
             torch_private.set_scale(scaler, *(None if each is None else each.clone() for each in scales))
 
@@ -165,6 +185,7 @@ class Boundary:
         the source's."""
         if step == self.step:
             self._buffers.restore()
+            self._extra.restore()
         elif step > self.step and self._interrupted is not None:
             self._buffers.restore_changed(self._interrupted[1])
 
@@ -296,6 +317,7 @@ class Buffers:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._modules = [torch_private.buffers_of(module) for model in models for module in model.modules()]
+        """The buffers of each module, by name."""
         self._names: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._found: list[torch.Tensor | None] = []
         """The tensors at the last `keep`, in the order of `_names`; None in place of one that the model has set to
@@ -312,6 +334,11 @@ class Buffers:
         """The values of sparse buffers, by their position in `_names`."""
         self._keeps = False
         """Whether `keep` was called."""
+
+    def take(self, modules: Sequence[nn.Module]) -> None:
+        """Keep the buffers of these modules from the next `keep` on: the models have others than before."""
+        self._modules = [torch_private.buffers_of(module) for module in modules]
+        self._names = []
 
     def keep(self) -> None:
         """Keep the values."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from holdfast.train import torch_private
 from holdfast.train.replicas import digests_of
@@ -37,15 +38,22 @@ class WatchedTensors:
     `flatten_parameters()`. Those tensors are watched by their values instead (`watch_values`)."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
-        # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
-        self._counted = [each for each in self._tensors if not each.is_inference()]
-        self._noted: tuple[list[int], list[int]] = [], []
-        """Counts of changes, and addresses, at the last `note`."""
         self._moving: list[torch.Tensor] = []
         """The tensors that are watched by their values."""
         self._digests: list[torch.Tensor] = []
         """Digests of these values at the last `note`."""
+        self._noted: tuple[list[int], list[int]] = [], []
+        """Counts of changes, and addresses, at the last `note`."""
+        self.watch(tensors)
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Watch these tensors instead, from the next `note` on."""
+        there = list(dict.fromkeys(tensors))
+        self._moving = [each for each in there if each in set(self._moving)] if self._moving else []
+        moving = set(self._moving)
+        self._tensors = [each for each in there if each not in moving]
+        # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
+        self._counted = [each for each in self._tensors if not each.is_inference()]
 
     def note(self) -> None:
         """Begin to watch for changes, from the tensors as they are now."""
@@ -88,14 +96,36 @@ class KeptState:
         """Whether the kept state is still that of the moment at which it was kept."""
         return self._watched.intact()
 
-    def give_back(self, owner: Any) -> Any:
-        """Give the state to the object's `load_state_dict()`. Returns a copy of it.
+    def give_back(self, take: Callable[[Any], object]) -> Any:
+        """Give the state to `take`, the object's `load_state_dict()`. Returns a copy of it.
 
         The object may change what it gets, so it gets a copy. Only large tensors are shared; an object that still has
         them copies them onto themselves."""
-        owner.load_state_dict(_kept(self._tree, []))
+        take(_kept(self._tree, []))
         self._watched.note()
         return _kept(self._tree, [])
+
+
+class ExtraStates:
+    """What modules keep beside parameters and buffers, in `get_extra_state()`: a number of calls, scales, settings."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [each for each in modules if type(each).get_extra_state is not nn.Module.get_extra_state]
+        self._kept: list[KeptState] = []
+
+    def keep(self) -> None:
+        self._kept = [KeptState(each.get_extra_state()) for each in self._modules]
+
+    def intact(self) -> bool:
+        """Whether what was kept is still the state of that moment."""
+        return all(each.intact() for each in self._kept)
+
+    def restore(self) -> None:
+        """Give the modules what was kept last, as far as it is known."""
+        if self._kept:
+            for module, kept in zip(self._modules, self._kept, strict=True):
+                if kept.intact():
+                    kept.give_back(module.set_extra_state)
 
 
 def _kept(value: Any, large: list[torch.Tensor]) -> Any:

@@ -208,7 +208,7 @@ class OwnObjects:
                 self._give_back(name, kept)
 
     def _give_back(self, name: str, kept: KeptState) -> None:
-        self._given[name] = kept.give_back(self._objects[name])
+        self._given[name] = kept.give_back(self._objects[name].load_state_dict)
 
     def check_world(self, *, same_ranks: bool) -> None:
         """Raise ProcessGroupError if data cannot follow into the new world. `same_ranks`: it has the size of the old

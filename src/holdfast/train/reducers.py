@@ -250,14 +250,33 @@ class Reducers:
                 torch_private.drop_reducer(wrapper, group=False)  # the process group may be one of the program's own
                 self._build(number, wrapper, hooks, builtin)
 
+    def take_in(self, unfrozen: Collection[nn.Parameter], peers: Peers) -> None:
+        """Let the modules exchange the gradients of parameters that were frozen when they were made, and that a resume
+        has unfrozen; all ranks call this. `not_exchanged` finds those with which that is not possible."""
+        mine = [number for number, each in enumerate(self._wrappers) if self._can_take_in(each, set(unfrozen))]
+        for number in set(mine).intersection(*peers.all_gather(mine)):
+            wrapper = self._wrappers[number]
+            wanted = {*(self._built_with(number) or ()), *unfrozen} - _ignored_by(wrapper)
+            self._built[number] = [each for each in wrapper.module.parameters() if each in wanted]
+            hooks, builtin = torch_private.comm_hooks(wrapper), torch_private.hook_name(wrapper)
+            torch_private.drop_reducer(wrapper, group=False)
+            self._build(number, wrapper, hooks, builtin)
+
+    def _can_take_in(self, wrapper: DistributedDataParallel, unfrozen: Collection[nn.Parameter]) -> bool:
+        """Whether some of these parameters are missing in its reducer, which can be built again: see
+        `_can_begin_with`."""
+        within = set(wrapper.module.parameters())
+        if not within.intersection(unfrozen) or not _can_be_built_again(wrapper):
+            return False
+        built = torch_private.reduced_parameters(wrapper)
+        return built is not None and bool(within.intersection(unfrozen) - _ignored_by(wrapper) - set(built))
+
     def _can_begin_with(self, number: int, order: Order) -> bool:
-        """Whether the module had no backward pass in this process, and has parameters for this order. False on a GPU:
-        an ordinary restart must not depend on something that was not tried there."""
+        """Whether the module had no backward pass in this process, and has parameters for this order."""
         wrapper = self._wrappers[number]
         return (
             _makes_other_buckets(wrapper)
-            and not torch_private.reducer_names_missing()
-            and all(each.grad is None and each.device.type == "cpu" for each in wrapper.module.parameters())
+            and _can_be_built_again(wrapper)
             and sorted(order) == list(range(len(self._built_with(number) or ())))
         )
 
@@ -314,6 +333,40 @@ def _others_than(wrappers: Sequence[DistributedDataParallel]) -> list[Distribute
     return [
         each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel) and id(each) not in known
     ]
+
+
+def _can_be_built_again(wrapper: DistributedDataParallel) -> bool:
+    """Whether a resume may build its reducer again: it had no backward pass in this process. False on a GPU: an
+    ordinary restart must not depend on something that was not tried there."""
+    return (
+        not torch_private.reducer_names_missing()
+        and not torch_private.has_other_reducer(wrapper)
+        and all(each.grad is None and each.device.type == "cpu" for each in wrapper.module.parameters())
+    )
+
+
+def _ignored_by(wrapper: DistributedDataParallel) -> set[nn.Parameter]:
+    return {each for name, each in wrapper.module.named_parameters() if name in wrapper.parameters_to_ignore}
+
+
+def not_exchanged(parameters: Collection[nn.Parameter]) -> str:
+    """The name of one of these parameters that belongs to a DDP module, while none exchanges its gradients; empty:
+    there is none, or that is not known."""
+    if not parameters:
+        return ""
+    names: dict[nn.Parameter, str] = {}
+    exchanged: set[nn.Parameter] = set()
+    gc.collect()  # a module that is not used any more exchanges nothing
+    for wrapper in _others_than(()):
+        if not set(parameters).intersection(wrapper.module.parameters()):
+            continue
+        if torch_private.reducer_names_missing() or torch_private.has_other_reducer(wrapper):
+            return ""
+        if (built := torch_private.reduced_parameters(wrapper)) is None:
+            return ""
+        exchanged |= {*built, *_ignored_by(wrapper)}
+        names |= {each: name for name, each in wrapper.module.named_parameters()}
+    return next((names[each] for each in parameters if each in names and each not in exchanged), "")
 
 
 def _name(wrapper: DistributedDataParallel) -> str:

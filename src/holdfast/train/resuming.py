@@ -133,6 +133,7 @@ class Resumer:
         if self._judged is not None:
             self._judged.begin(self.path, self.life, self.origin)
         if resumed is not None:
+            self.tracker.reducers.take_in(self.tracker.switches.unfrozen, self.peers)
             self.tracker.reducers.resume(self._orders, resumed.world_then, self.peers)
         self.tier.forget(resumed.step if resumed else -1)
         if self.state is not None and self.copies is not None:

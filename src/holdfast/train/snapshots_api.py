@@ -51,6 +51,7 @@ from holdfast.train.overlapping import Overlapping
 from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
+from holdfast.train.reducers import not_exchanged
 from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.save import ALONE_SAVE, Pruner, SaveRules, Saving
 from holdfast.train.snapshots import folder as folders
@@ -305,6 +306,7 @@ class Snapshots:
             self._pending.watch_model(model)
         for optimizer in self._tracker.optimizers[before:]:
             self._pending.watch(optimizer)
+            optimizer.register_step_post_hook(self._tracker.switches.note)
         if self._passes is None:
             self._passes = ContinuedPasses(self._tracker.others.values)
         # It replaces the same function of torch as the line above, and has to be called before that.
@@ -573,6 +575,7 @@ class Snapshots:
         if self._before.step < 0:  # otherwise the time since the last save goes on
             self._clock.start(step, time.monotonic())
         self._watch_optimizers()
+        self._tracker.switches.begin()
         state = self.state
         replica_check.counted_by(lambda: state.step)
         if self._options.replicas_differ:
@@ -607,8 +610,21 @@ class Snapshots:
                     stacklevel=4,
                 )
             self._warn_of_schedules()
+            self._check_unfrozen()
 
         self._until_first_step.append(look)
+
+    def _check_unfrozen(self) -> None:
+        """Raise TrackingError if the gradient of a parameter that the resume has unfrozen is not exchanged: each rank
+        would train another one."""
+        if self._peers is None or self._peers.world == 1 or self._options.replicas_differ:
+            return
+        if name := not_exchanged(self._tracker.switches.unfrozen):
+            raise TrackingError(
+                f"{name} needed a gradient when the snapshot was made, and DistributedDataParallel was made while it "
+                "was frozen: the ranks do not exchange its gradient\n"
+                "unfreeze it, and make DistributedDataParallel, in each epoch from that one on, as `if epoch >= 1`"
+            )
 
     def _warn_of_schedules(self) -> None:
         """Warn if the schedule of a tracked optimizer is not tracked. (In `ht.survive` that is refused.)"""

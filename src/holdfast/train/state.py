@@ -44,6 +44,7 @@ from holdfast.train.random_numbers import (
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
 from holdfast.train.sharding import OWN, TIED
+from holdfast.train.switches import Switches
 from holdfast.train.tracked import (
     Choice,
     Compared,
@@ -60,6 +61,8 @@ from holdfast.train.tracked import (
 FORMAT = 1
 ALONE, STAND_IN = "alone", "stand in"
 """Marks of a text: its rank has left the state without the others; it stands for that of another rank."""
+SWITCHES = "switches"
+"""The part of a text that has `Switches.changed`. Most snapshots have none."""
 
 
 @dataclass
@@ -317,6 +320,11 @@ class Tracker:
         return [each.module for each in self._models]
 
     @functools.cached_property
+    def switches(self) -> Switches:
+        """What training switches on and off in the models."""
+        return Switches(self._models)
+
+    @functools.cached_property
     def reducers(self) -> Reducers:
         """The reducers of the models. It is called when all of them are tracked."""
         return Reducers(self.models)
@@ -392,6 +400,7 @@ class Tracker:
         codec.StateTypeError, naming the value that cannot be saved."""
         encoder = codec.Encoder(f"{OWN}{rank}/")
         parts = self._parts(encoder)
+        switches = self.switches.changed()
         tree = {
             "format": FORMAT,
             "rank": rank,
@@ -409,6 +418,7 @@ class Tracker:
             "random": encoder.encode(random_state(), "random"),
             "orders": [] if rank and not alone else self.reducers.orders,
             **({ALONE: True} if alone else {}),
+            **({SWITCHES: switches} if switches else {}),
             TIED: parts.tied,
         }
         return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles, parts.optimized)
@@ -527,6 +537,8 @@ class Tracker:
             if optimizer.name in fit.restored:
                 optimizer.restore(_merged(saved, text, optimizer.name), text["models"], filled, saved)
         done = Restored(world_then, orders=codec.expect(text.get("orders", []), list, "orders"))
+        if not self.state._only:  # with `only` another training begins, which freezes other parameters
+            self.switches.restore(codec.section(text, SWITCHES), fit.restored)
         for name, each in self.others.items():
             if name in fit.restored:
                 state = codec.decode(text["others"][name], saved.fresh)

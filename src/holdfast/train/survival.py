@@ -64,6 +64,7 @@ from holdfast.train.carrying import (
 )
 from holdfast.train.generation_calls import FunctionsCalled, GenerationCalls, RegroupReport
 from holdfast.train.group import ProcessGroup, open_group
+from holdfast.train.guards import replaced
 from holdfast.train.mistakes import SharedFacts
 from holdfast.train.own_objects import Digests, unknown_objects
 from holdfast.train.random_numbers import equal_parts, seed_random
@@ -201,7 +202,7 @@ class Survivor:
         self._calls = GenerationCalls(group, channel, self._functions)
         self._uninterrupted = channel.uninterrupted
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
-        self._probe = ValueProbe(each for model in snaps._tracker.models for each in model.parameters())
+        self._probe = ValueProbe()
         self._optimizers = UntrackedOptimizers(
             snaps._tracker.models, snaps._tracker.optimizers, snaps._tracker.others.values()
         )
@@ -235,7 +236,11 @@ class Survivor:
             for model in self._snaps._tracker.models:
                 hooks.enter_context(noted_forward(model, self._boundary.forward_done))
             hooks.callback(self._leave)
-            self._modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
+            self._snaps._tracker.switches.note()
+
+            state = self._snaps.state
+            follow = functools.partial(self._begin_epoch, follow=state._follow)
+            hooks.enter_context(replaced(state, _follow=follow))
 
             self._snaps._survivor = self
             self._functions.count += 1
@@ -296,8 +301,15 @@ class Survivor:
         if id(optimizer) in self._optimizers.tracked:
             self._boundary.note_drawn()
 
+    def _begin_epoch(self, epoch: int, follow: Callable[[int], None]) -> None:
+        """Examine the first step of an epoch: see unnoticed_writes.py. `follow`: what the state does then."""
+        follow(epoch)
+        if not self._calls.withdrawn and self._boundary.after_forward is None:
+            self._probe.look(self._boundary.parameters)
+            self._boundary.after_forward = self._look_for_writes
+
     def _begin_step(self) -> None:
-        self._probe.begin_step()
+        self._probe.begin_step(self._boundary.parameters)
         # Most steps are not examined: these have no further call in each forward pass.
         self._boundary.after_forward = self._look_for_writes if self._probe.looks else None
 
@@ -314,6 +326,10 @@ class Survivor:
                 "is interrupted"
             )
 
+    def _may_have_written(self) -> bool:
+        """Whether this step, which was interrupted, may have changed parameters in such a way."""
+        return self._probe.changed() or (not self._probe.looks and self._probe.is_new(self._boundary.passes))
+
     def withdraw(self, why: str) -> None:
         """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""
         if self._calls.withdraw(why, self._leave):
@@ -328,6 +344,7 @@ class Survivor:
             if self._calls.withdrawn:
                 return
 
+        self._probe.end_step(self._boundary.passes)
         self._boundary.mark(self._tracked_state)
         self._begin_step()
         self._reducers.mark()
@@ -367,8 +384,9 @@ class Survivor:
 
     def leave_world(self) -> None:
         """Go back to the last boundary."""
+        self._snaps._tracker.switches.put_modes_back()  # it may have been interrupted in an evaluation
         self._boundary.rewind(self._snaps.state)
-        self._clean = not self._stepping and self._boundary.untouched()
+        self._clean = not self._stepping and self._boundary.untouched() and not self._may_have_written()
         self._steps_lost = 0
 
     def enter_world(self, go: Go, report: RegroupReport) -> None:
@@ -376,10 +394,10 @@ class Survivor:
         has that of the boundary; later it has the agreed one. It tells the others which in the generation that
         follows."""
         agreement = self._agree(go, step=self._boundary.step)
+        self._probe.begin_world()
         self._begin_step()
         report.step, report.steps_lost = agreement.chosen.step, self._steps_lost
-        for module, mode in self._modes:  # it may have been interrupted in an evaluation
-            module.training = mode
+        self._snaps._tracker.switches.put_modes_back()  # also where the world was left at a safe point
 
     def _agree(self, go: Go, *, step: int) -> Agreement:
         """Enter the next generation, and agree with the other ranks on the state. `step`: see RankReport."""

@@ -253,6 +253,12 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return buffers
 
 
+def parts_of(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, nn.Module | None]]:
+    """A module's own parameters, and the modules within it, to notice that one was exchanged: `named_parameters` walks
+    through all modules each time. All versions of torch have them."""
+    return module._parameters, module._modules
+
+
 def unsaved_buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Those of a module's own buffers that are not in its state_dict: `register_buffer(…, persistent=False)`."""
     return {name: module._buffers.get(name) for name in sorted(module._non_persistent_buffers_set)}

@@ -1,0 +1,51 @@
+"""The modules and parameters of some models, listed again when the program has exchanged, added or removed one.
+
+Most programs never do. Some do in each step: the codebook of a VQ-VAE is often a new nn.Parameter after each forward
+pass. A list that was made once would then contain tensors that nobody uses and that never change.
+
+Knows torch's modules. Must not know for what the lists are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any
+
+from torch import nn
+
+from holdfast.train import torch_private
+
+_values = methodcaller("values")
+
+
+class ModuleParts:
+    """The modules and parameters of some models, each once."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self.modules: list[nn.Module] = []
+        self.parameters: list[nn.Parameter] = []
+        self._owners: list[Any] = []
+        """The dictionaries in which the modules have their parameters and modules."""
+        self._seen: list[Any] = []
+        """What was in them when the lists were made. It is held, so that no new object has the identity of an old
+        one."""
+        self.renew()
+
+    def have_changed(self) -> bool:
+        """Whether the models have other parts than those that are listed."""
+        # This is called in each step: without a loop in Python.
+        there = [*chain.from_iterable(map(_values, self._owners))]
+        return len(there) != len(self._seen) or not all(map(is_, there, self._seen))
+
+    def renew(self) -> bool:
+        """List the parts again if they have changed. Returns whether they had."""
+        if self._owners and not self.have_changed():
+            return False
+        self.modules = [*dict.fromkeys(each for model in self._models for each in model.modules())]
+        self.parameters = [*dict.fromkeys(each for model in self._models for each in model.parameters())]
+        self._owners = [owner for each in self.modules for owner in torch_private.parts_of(each)]
+        self._seen = [*chain.from_iterable(map(_values, self._owners))]
+        return True
