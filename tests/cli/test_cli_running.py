@@ -243,7 +243,7 @@ def test_a_run_that_has_ended(pretend: Pretend, tmp_path: Path, capsys) -> None:
     assert "the newest run here" in said(capsys, "stop", code=2)
     (runs / "verdict.json").write_text("[")
     told = said(capsys, "status", str(runs), code=2)
-    assert "has ended without a verdict: its agent was killed, or its disk took none" in told
+    assert "has ended without a verdict: its agent was killed, or its disk was full" in told
 
 
 def ended_run(tmp_path: Path, outcome: Outcome) -> Path:

@@ -47,7 +47,7 @@ def ending(folder: Path) -> str:
 
 def ended_as(folder: Path) -> str:
     """`has ended: failed, exit code 3`. For a run of which no agent lives."""
-    unknown = " without a verdict: its agent was killed, or its disk took none"
+    unknown = " without a verdict: its agent was killed, or its disk was full"
     return f"has ended{ending(folder) or unknown}"
 
 
@@ -221,7 +221,7 @@ def nothing(run: str | None, entries: Sequence[RunningAgent]) -> str:
     if ended:
         return f"{run} is not running on this host: {ended} {ended_as(ended)}"
     known = f"; running jobs:\n{job_lines(entries)}" if entries else ", and no other job of this user"
-    return f"no job {run!r} runs on this host{known}{runs_here()}{not_read()}"
+    return f"no job {run!r} runs on this host{known}{ended_runs_here(entries)}{not_read()}"
 
 
 def not_read() -> str:
@@ -231,15 +231,16 @@ def not_read() -> str:
     return f"\ncannot read {paths[0]}{more}: of a job of another version of holdfast?" if paths else ""
 
 
-def runs_here() -> str:
-    """The newest runs whose folders exist, one per line; empty: there are none."""
-    ages = recorded_runs()
+def ended_runs_here(entries: Sequence[RunningAgent]) -> str:
+    """The newest runs whose folders exist, but for those of the running jobs, one per line; empty: there are none."""
+    live = {entry.folder for entry in entries}
+    ages = {folder: age_s for folder, age_s in recorded_runs().items() if str(folder) not in live}
     newest = sorted(ages, key=lambda folder: -ages[folder])[:RUNS_LISTED_MAX]
     lines = [
         f"  {folder.name}  {duration(max(0.0, time.time() - ages[folder]))} ago{ending(folder)}" for folder in newest
     ]
     more = [f"  … and {len(ages) - len(newest)} more in {default_log_dir()}"] if len(ages) > len(newest) else []
-    return "\n".join(["; runs with folders here:", *lines, *more]) if lines else ""
+    return "\n".join(["\nended runs with folders here:", *lines, *more]) if lines else ""
 
 
 def job_lines(entries: Sequence[RunningAgent]) -> str:
