@@ -362,9 +362,9 @@ class LogMover:
 
     def retire(self, spools: Iterable[Spool]) -> None:
         """Let these go as soon as they are on the disk: their writers have ended."""
-        with self._news:
+        with self._news:  # the last ones come from other threads, while this is closed
             self._retired.update(spools)
-        self._wake()
+            self._wake()
 
     def finish(self, stalled_s_max: float) -> bool:
         """Wait until all is on the disk. Returns False, after a message, if the disk refuses it or has taken nothing
@@ -416,8 +416,9 @@ class LogMover:
             observer, writer = self._threads
             observer.join()
             writer.join(CLOSE_S_MAX)  # it takes longer only if the disk stalls
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+            with self._news:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def _waiting_bytes(self) -> int:
         return sum(spool.waiting_bytes for spool in self._spools)
