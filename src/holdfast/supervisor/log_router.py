@@ -46,7 +46,7 @@ TERMINALS_S_MAX = 5.0
 """Limit for copying the rest of the workers' terminals at the end (s)."""
 
 
-class Place(NamedTuple):
+class WorkerOutput(NamedTuple):
     """What one worker writes into."""
 
     spools: list[Spool]
@@ -104,7 +104,7 @@ class LogRouter:
         self._tracebacks: dict[int, str] = {}
         """The tracebacks of the newest attempt, by rank."""
         self._terminals: list[Terminal] = []
-        self._places: dict[int, Place] = {}
+        self._outputs: dict[int, WorkerOutput] = {}
         """What the newest worker of each local rank writes into."""
         self._folders = set[Path]()
         """The folders of all workers of the newest attempt, also those that the disk has not taken yet."""
@@ -136,7 +136,7 @@ class LogRouter:
             self._report_limit()
             attempt = None
         self._attempt, self._by_sink, self._shown, self._filtered = attempt, {}, {}, []
-        self._places, self._folders = {}, set()
+        self._outputs, self._folders = {}, set()
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
         shown: dict[ConsoleStream, list[StreamTail]] = {}
@@ -196,7 +196,7 @@ class LogRouter:
             self._mover.await_files(FILES_S_MAX)
         except OSError as error:
             self.started(worker.local_rank)
-            self._places.pop(worker.local_rank, None)
+            self._outputs.pop(worker.local_rank, None)
             self._release(shown.values(), spools=spools, terminals=terminals)
             self.say(f"The output of rank {worker.rank} cannot be collected: {error.strerror}.")
             return self._inherited(worker)
@@ -213,10 +213,10 @@ class LogRouter:
     def _retire(self, local_rank: int) -> None:
         """The worker of this local rank has ended, and another one takes its place: let its streams go as soon as they
         are in the files and shown."""
-        place = self._places.pop(local_rank, None)
-        if place is None:
+        output = self._outputs.pop(local_rank, None)
+        if output is None:
             return
-        spools, terminals = place
+        spools, terminals = output
         self._shown.pop(local_rank, None)
         self._spools = [each for each in self._spools if each not in spools]
         self._terminals = [each for each in self._terminals if each not in terminals]
@@ -337,9 +337,9 @@ class LogRouter:
         self, folder: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
     ) -> WorkerStreams:
         self._folders.add(folder)
-        place = self._places[worker.local_rank] = Place([], [])
+        output = self._outputs[worker.local_rank] = WorkerOutput([], [])
         spools = [self._spool(folder / name) for name in ("stdout.log", "stderr.log")]
-        place.spools.extend(spools)
+        output.spools.extend(spools)
         fds = StreamFds(
             self._open_stream(spools[0], Std.OUT, self._console.out, worker, shown),
             self._open_stream(spools[1], Std.ERR, self._console.err, worker, shown),
@@ -385,7 +385,7 @@ class LogRouter:
         prefix = self._prefix(worker, teed=teed)
         terminal = Terminal(sink.fd, fd, columns_taken=len(prefix.decode(errors="replace")))
         self._terminals.append(terminal)
-        self._places[worker.local_rank].terminals.append(terminal)
+        self._outputs[worker.local_rank].terminals.append(terminal)
         self._fds[worker.local_rank][-1] = terminal.worker_fd
         return terminal.worker_fd
 
