@@ -465,7 +465,7 @@ def test_many_replacements_need_no_more_descriptors_than_one(pipe: PipeConsole, 
         until(lambda: len(node.router._mover._spools) == 5, "the others to be on the disk")
         counts.append(fds_of_this_process())
         node.workers[1] = node.router.add(WorkerSlot(1, 101))
-    assert len(set(counts)) == 1
+    assert counts[-1] - counts[0] <= 1, "the filtered file alone, which may be opened later"
     assert node.end()
 
 
