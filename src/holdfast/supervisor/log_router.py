@@ -28,7 +28,7 @@ from holdfast.protocol.options import LogOptions, Std
 from holdfast.run_folder import RunFolder, WorkerSlot
 from holdfast.supervisor.console import Console, ConsoleStream, Terminal, TerminalPump
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
-from holdfast.supervisor.log_spool import LogMover, Spool, StreamFds, WorkerStreams, create
+from holdfast.supervisor.log_spool import LogMover, Spool, StreamFds, WorkerStreams
 from holdfast.supervisor.log_tail import LogTail, StreamTail, TailGroup
 from holdfast.text import spans
 
@@ -46,7 +46,7 @@ TERMINALS_S_MAX = 5.0
 """Limit for copying the rest of the workers' terminals at the end (s)."""
 
 
-class Place(NamedTuple):
+class WorkerOutput(NamedTuple):
     """What one worker writes into."""
 
     spools: list[Spool]
@@ -54,24 +54,20 @@ class Place(NamedTuple):
 
 
 class FilteredFile:
-    """The sink behind a duplicate filter: `<attempt>/filtered_stdout.log`.
-
-    If the disk does not take a line, it is missing here: the workers' own files have every line.
-    """
+    """The sink behind a duplicate filter: `<attempt>/filtered_stdout.log`, by way of memory as all logs: a disk
+    must not keep the console from showing lines."""
 
     live = False
     free = True
     broken = False
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-        self.put(b"")
+    def __init__(self, spool: Spool) -> None:
+        """Raises OSError."""
+        self.spool = spool
+        self._fd = spool.writer()
 
     def put(self, lines: bytes, transient: bytes | None = None) -> None:  # noqa: ARG002 - a file has no transient line
-        with contextlib.suppress(OSError):
-            if self._fd < 0:
-                self._fd = create(self._path)
+        with contextlib.suppress(OSError):  # no memory is left: the workers' own files have every line
             while lines:
                 lines = lines[os.write(self._fd, lines) :]
 
@@ -79,8 +75,7 @@ class FilteredFile:
         """A file shows no prompts."""
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        os.close(self._fd)
 
 
 class LogRouter:
@@ -96,7 +91,7 @@ class LogRouter:
         self._mover = LogMover(console.say)
         self._spools: list[Spool] = []
         """The spools of the newest attempt."""
-        self._files_finished = self._limit_reported = False
+        self._files_finished = self._files_complete = self._limit_reported = False
         self._attached = False
         self._pump = TerminalPump()
         self._fds: dict[int, list[int]] = {}
@@ -109,7 +104,7 @@ class LogRouter:
         self._tracebacks: dict[int, str] = {}
         """The tracebacks of the newest attempt, by rank."""
         self._terminals: list[Terminal] = []
-        self._places: dict[int, Place] = {}
+        self._outputs: dict[int, WorkerOutput] = {}
         """What the newest worker of each local rank writes into."""
         self._folders = set[Path]()
         """The folders of all workers of the newest attempt, also those that the disk has not taken yet."""
@@ -141,24 +136,34 @@ class LogRouter:
             self._report_limit()
             attempt = None
         self._attempt, self._by_sink, self._shown, self._filtered = attempt, {}, {}, []
-        self._places, self._folders = {}, set()
+        self._outputs, self._folders = {}, set()
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
         shown: dict[ConsoleStream, list[StreamTail]] = {}
+        filtered: list[tuple[Std, tuple[bytes, ...], FilteredFile]] = []
         try:
             streams = {
                 worker.local_rank: self._open_worker(attempt / str(worker.local_rank), worker, shown)
                 for worker in workers
             }
-            self._mover.add(self._spools)
+            self._open_filtered(attempt, filtered)
+            self._mover.add([*self._spools, *(file.spool for _, _, file in filtered)])
             self._mover.await_files(FILES_S_MAX)
         except OSError as error:
             self._release(shown.values())
+            for _, _, file in filtered:
+                file.close()
+                file.spool.leave()
             self.end_attempt()
             raise LogDirError(f"The output of the workers cannot be collected: {error.strerror}.") from error
         for sink, tails in shown.items():
             self._next_groups.append(self._show(sink, tails))
-        self._open_filtered(attempt, workers, streams)
+        for std, needles, file in filtered:
+            group = TailGroup((), done=partial(self._close_filtered, file))
+            self._filtered.append((std, needles, group))
+            self._follow(file, group)
+        for worker in workers:
+            self._filter(worker, streams[worker.local_rank])
         self._pump.add(self._terminals)
         if self._attached:
             self._console.wake()
@@ -191,7 +196,7 @@ class LogRouter:
             self._mover.await_files(FILES_S_MAX)
         except OSError as error:
             self.started(worker.local_rank)
-            self._places.pop(worker.local_rank, None)
+            self._outputs.pop(worker.local_rank, None)
             self._release(shown.values(), spools=spools, terminals=terminals)
             self.say(f"The output of rank {worker.rank} cannot be collected: {error.strerror}.")
             return self._inherited(worker)
@@ -208,10 +213,10 @@ class LogRouter:
     def _retire(self, local_rank: int) -> None:
         """The worker of this local rank has ended, and another one takes its place: let its streams go as soon as they
         are in the files and shown."""
-        place = self._places.pop(local_rank, None)
-        if place is None:
+        output = self._outputs.pop(local_rank, None)
+        if output is None:
             return
-        spools, terminals = place
+        spools, terminals = output
         self._shown.pop(local_rank, None)
         self._spools = [each for each in self._spools if each not in spools]
         self._terminals = [each for each in self._terminals if each not in terminals]
@@ -296,7 +301,7 @@ class LogRouter:
             self._files_finished = True
             # First the terminals: what they still hold goes into the spools, and from there to the disk.
             self._pump.await_finished(TERMINALS_S_MAX)
-            self._mover.finish(DISK_STALL_S_MAX)
+            self._files_complete = self._mover.finish(DISK_STALL_S_MAX)
 
     def close(self, drain_s_max: float) -> bool:
         """Wait until everything is in the files and shown; False if the console did not move for `drain_s_max` (files
@@ -308,6 +313,8 @@ class LogRouter:
         self._show_undecided()
         shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
         self._pump.close()
+        if self._filtered and self._files_complete:  # the console has filled these meanwhile
+            self._mover.finish(DISK_STALL_S_MAX)
         self._mover.close()
         self._tail.abandoned = True
         if self._attached:
@@ -330,9 +337,9 @@ class LogRouter:
         self, folder: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
     ) -> WorkerStreams:
         self._folders.add(folder)
-        place = self._places[worker.local_rank] = Place([], [])
+        output = self._outputs[worker.local_rank] = WorkerOutput([], [])
         spools = [self._spool(folder / name) for name in ("stdout.log", "stderr.log")]
-        place.spools.extend(spools)
+        output.spools.extend(spools)
         fds = StreamFds(
             self._open_stream(spools[0], Std.OUT, self._console.out, worker, shown),
             self._open_stream(spools[1], Std.ERR, self._console.err, worker, shown),
@@ -378,26 +385,25 @@ class LogRouter:
         prefix = self._prefix(worker, teed=teed)
         terminal = Terminal(sink.fd, fd, columns_taken=len(prefix.decode(errors="replace")))
         self._terminals.append(terminal)
-        self._places[worker.local_rank].terminals.append(terminal)
+        self._outputs[worker.local_rank].terminals.append(terminal)
         self._fds[worker.local_rank][-1] = terminal.worker_fd
         return terminal.worker_fd
 
-    def _open_filtered(
-        self, attempt: Path, workers: Sequence[WorkerSlot], streams: Mapping[int, WorkerStreams]
-    ) -> None:
-        """The files exist when the option is given; only tee'd streams are written to them, as in torchrun."""
+    def _open_filtered(self, attempt: Path, opened: list[tuple[Std, tuple[bytes, ...], FilteredFile]]) -> None:
+        """Add the filtered files to `opened`. They exist when the option is given; only tee'd streams are written to
+        them, as in torchrun. Raises OSError."""
         for std, name, needles in (
             (Std.OUT, "stdout", self._options.duplicate_stdout_filters),
             (Std.ERR, "stderr", self._options.duplicate_stderr_filters),
         ):
-            if not needles:
-                continue
-            file = FilteredFile(attempt / f"filtered_{name}.log")
-            group = TailGroup((), done=file.close)
-            self._filtered.append((std, tuple(needle.encode(errors="surrogateescape") for needle in needles), group))
-            self._follow(file, group)
-        for worker in workers:
-            self._filter(worker, streams[worker.local_rank])
+            if needles:
+                file = FilteredFile(Spool(attempt / f"filtered_{name}.log"))
+                opened.append((std, tuple(needle.encode(errors="surrogateescape") for needle in needles), file))
+
+    def _close_filtered(self, file: FilteredFile) -> None:
+        """Everything was put into it. Called in the console's thread."""
+        file.close()
+        self._mover.retire([file.spool])
 
     def _filter(self, worker: WorkerSlot, streams: WorkerStreams) -> None:
         for std, needles, group in self._filtered:

@@ -89,6 +89,10 @@ class Spool:
         """Offsets of the beginning and the end of bytes that were dropped, and that the mover has not reached yet."""
         self._missing_bytes = 0
         """Number of bytes that were dropped and are not yet noted in the file."""
+        self.emptied = False
+        """The worker has truncated its output: what was not moved before is lost."""
+        self._note_emptied = False
+        """This is not yet noted in the file. It is noted once."""
         self._users = 1
         """Number of readers and movers; the last one closes the descriptors."""
 
@@ -188,6 +192,7 @@ class Spool:
                 os.lseek(self.memory_fd, 0, os.SEEK_SET)
                 self.moved_bytes = self._freed_bytes = 0
                 self._same_offsets = False
+                self._note_emptied, self.emptied = not self.emptied, True
         self.began_s = time.monotonic()
         try:
             self._move(size)
@@ -198,9 +203,12 @@ class Spool:
         if not self._made:
             os.close(create(self.path))
             self._made = True
-        if size == self.moved_bytes and not self._missing_bytes:
+        if size == self.moved_bytes and not (self._missing_bytes or self._note_emptied):
             return
         file = self._opened()
+        if self._note_emptied:
+            self._write_note(file, emptied_note(self.path))
+            self._note_emptied = False
         while self.moved_bytes < size:
             self.began_s = time.monotonic()
             if (gap := self._gap) is not None and self.moved_bytes >= gap[0]:
@@ -235,8 +243,12 @@ class Spool:
             self._gap, self._same_offsets = None, False
 
     def _note_missing(self, file: int) -> None:
-        """Write into the file how many bytes are missing there. OSError; then half a note is removed."""
-        note = missing_note(self._missing_bytes)
+        """Write into the file how many bytes are missing there. OSError."""
+        self._write_note(file, missing_note(self._missing_bytes))
+        self._missing_bytes = 0
+
+    def _write_note(self, file: int, note: bytes) -> None:
+        """OSError; then half a note is removed."""
         begin = os.lseek(file, 0, os.SEEK_CUR)
         try:
             while note:
@@ -246,7 +258,6 @@ class Spool:
                 os.ftruncate(file, begin)
                 os.lseek(file, begin, os.SEEK_SET)
             raise
-        self._missing_bytes = 0
 
     def _free(self) -> None:
         """Free the memory of what is on the disk."""
@@ -282,6 +293,17 @@ class Spool:
 def missing_note(count: int) -> bytes:
     """The line in a log file where so many bytes were dropped."""
     return f"\nholdfast: {count} bytes of output are missing here: this disk took nothing\n".encode()
+
+
+def emptied_note(path: Path) -> bytes:
+    """The line in a log file whose worker has truncated its output."""
+    return f"\nholdfast: the worker emptied its output here, and lines may be missing: {append_advice(path)}\n".encode()
+
+
+def append_advice(path: Path) -> str:
+    """What to write in a shell script so that this stream is not truncated."""
+    device = f"/dev/{path.stem}"
+    return f"in a shell script use >> {device} and tee -a {device}"
 
 
 def create(path: Path) -> int:
@@ -347,6 +369,8 @@ class LogMover:
         """The time of the newest report of a problem (monotonic s)."""
         self._reported = False
         """The present problem was reported."""
+        self._emptied_reported = False
+        """It was reported that a worker has emptied its output."""
 
     def add(self, spools: Sequence[Spool]) -> None:
         """Move these, too, and make their files now, as far as the disk allows. OSError: no descriptors are left."""
@@ -362,9 +386,9 @@ class LogMover:
 
     def retire(self, spools: Iterable[Spool]) -> None:
         """Let these go as soon as they are on the disk: their writers have ended."""
-        with self._news:
+        with self._news:  # the last ones come from other threads, while this is closed
             self._retired.update(spools)
-        self._wake()
+            self._wake()
 
     def finish(self, stalled_s_max: float) -> bool:
         """Wait until all is on the disk. Returns False, after a message, if the disk refuses it or has taken nothing
@@ -416,8 +440,9 @@ class LogMover:
             observer, writer = self._threads
             observer.join()
             writer.join(CLOSE_S_MAX)  # it takes longer only if the disk stalls
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+            with self._news:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def _waiting_bytes(self) -> int:
         return sum(spool.waiting_bytes for spool in self._spools)
@@ -500,6 +525,11 @@ class LogMover:
 
     def _report(self, spools: Sequence[Spool]) -> None:
         """Show a message once when the disk takes nothing, and once when it does again."""
+        emptied = next((spool for spool in spools if spool.emptied), None)
+        if emptied is not None and not self._emptied_reported:
+            self._emptied_reported = True
+            advice = append_advice(emptied.path)
+            self._say(f"a worker emptied its output ({emptied.path}), and lines may be missing: {advice}")
         found = next((spool for spool in spools if spool.trouble is not None), None)
         if found is None:
             if self._reported:
