@@ -33,6 +33,7 @@ from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train import state_codec as codec
+from holdfast.train import torch_private
 from holdfast.train.own_objects import is_data
 from holdfast.train.random_numbers import (
     RandomNumbers,
@@ -263,7 +264,7 @@ class Tracker:
     """The positions that `restore` has given to data that are no loaders of ours."""
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
-    _counts: dict[str, int] = field(default_factory=dict)
+    _counts: dict[str, Any] = field(default_factory=dict)
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
@@ -358,13 +359,14 @@ class Tracker:
         if not self.state._in_body or not is_over:
             return ""
         # Of all that such code may change, schedules alone have a count that shows it.
-        changed = (name for name, count in self._counts.items() if self.others[name].last_epoch != count)
+        counts = self._schedule_counts()
+        changed = (name for name, count in self._counts.items() if counts[name] != count)
         return next(changed, "")
 
     def note_trained(self) -> None:
         """Let loaders count the batch in the loop's body as trained."""
         self._resumed = {}
-        self._counts = {name: each.last_epoch for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        self._counts = self._schedule_counts()
         # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
         training = [each for each in self.others.values() if _is_in_loop(each)]
         for each in self.others.values():
@@ -372,6 +374,11 @@ class Tracker:
                 note()
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
+
+    def _schedule_counts(self) -> dict[str, Any]:
+        """The number of steps that each schedule has made."""
+        schedules = {name: each for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        return {name: torch_private.steps_of(each) for name, each in schedules.items()}
 
     def _set_epoch(self, epoch: int) -> None:
         resumed, self._resumed = self._resumed, {}

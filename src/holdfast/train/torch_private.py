@@ -264,6 +264,13 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def steps_of(schedule: Any) -> Any:
+    """A value that changes with each step of a schedule: its count, or those of the parts of a ChainedScheduler, which
+    has none."""
+    own = getattr(schedule, "last_epoch", None)
+    return own if own is not None else [steps_of(each) for each in getattr(schedule, "_schedulers", ())]
+
+
 def has_schedule(optimizer: Any) -> bool:
     """Whether a schedule of torch sets this optimizer's rate. False where torch leaves no mark: then one that is
     not tracked is not noticed."""
