@@ -423,8 +423,8 @@ def _equal(one: Any, other: Any) -> bool:
     """Whether two values of options are equal. Of tensors that have no values here, the shapes are."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.is_meta or other.is_meta:
-            return one.shape == other.shape and one.dtype == other.dtype
-        return torch.equal(one, other)
+            return bool(one.shape == other.shape and one.dtype == other.dtype)
+        return bool(torch.equal(one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
