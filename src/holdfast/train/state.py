@@ -44,6 +44,7 @@ from holdfast.train.random_numbers import (
 )
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
+from holdfast.train.reentry import Reentry
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.tracked import (
     Choice,
@@ -152,6 +153,10 @@ class TrainState:
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
+        self._pending: Callable[[], bool] = lambda: False
+        """Whether there are gradients that a script adds up by hand, and that no optimizer step has used."""
+        self._reentry: Reentry | None = None
+        """The rest of an epoch that is trained now; None: it is a whole one."""
         self._in_body = False
         """Whether the body of a loop over `epochs()` runs."""
         self._only = ""
@@ -164,11 +169,14 @@ class TrainState:
     def _begin_again(self) -> None:
         self.step, self.epoch, self._only = 0, 0, ""
         self._follow, self._batches = (lambda _epoch: None), (lambda: (0, 0))
+        self._reentry = None
 
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
 
-        Code after the loader's loop runs again if a resume goes on from a state that was saved before its end. With
+        Code before the loader's loop runs again if a resume goes on within the epoch: let it compute values from the
+        epoch (`lr = base * 0.1**epoch`), not change them (`lr *= 0.1`, of which a warning tells). Code after that loop
+        runs again if a resume goes on from a state that was saved before its end. With
         `save` the state is saved to the disk after each epoch's body, and a resume from there goes on with the next
         epoch. After the last epoch the state is saved, unless `every` is None: the code that follows may need the
         complete training.
@@ -191,6 +199,8 @@ class TrainState:
                 yield self.epoch
             finally:
                 self._in_body = False
+            if self._reentry is not None:
+                self._reentry.end(self.epoch, pending=self._pending())
             self.epoch += 1
             if save:
                 self._follow(self.epoch)
@@ -367,6 +377,8 @@ class Tracker:
         """Let loaders count the batch in the loop's body as trained."""
         self._resumed = {}
         self._counts = self._schedule_counts()
+        if self.state._reentry is not None:
+            self.state._reentry.step(self.state.epoch)
         # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
         training = [each for each in self.others.values() if _is_in_loop(each)]
         for each in self.others.values():
@@ -380,6 +392,11 @@ class Tracker:
         schedules = {name: each for name, each in self.others.items() if isinstance(each, LRScheduler)}
         return {name: torch_private.steps_of(each) for name, each in schedules.items()}
 
+    def note_pass(self, loader: Any) -> None:
+        """Note that a pass over this loader of torch begins, or over one of torchdata."""
+        if self.state._reentry is not None and any(_gives_batches(each, loader) for each in self.others.values()):
+            self.state._reentry.pass_begins()
+
     def _set_epoch(self, epoch: int) -> None:
         resumed, self._resumed = self._resumed, {}
         for name, each in self.others.items():
@@ -387,6 +404,9 @@ class Tracker:
                 each._go_back(resumed[name])
             if callable(follow := getattr(each, "set_epoch", None)):
                 follow(epoch)
+        continued = [each for each in self.others.values() if getattr(each, "_continues", bool)()]
+        loaders = [each for each in continued if hasattr(each, "_length_asked")]
+        self.state._reentry = Reentry(self.optimizers, loaders) if continued else None
 
     def _count_batches(self) -> tuple[int, int]:
         """The number of batches left in this epoch, and that of a whole one; zeros unless exactly one loader is the
@@ -585,6 +605,15 @@ class Tracker:
 def _is_in_loop(each: Any) -> bool:
     """Whether the training's loop has a batch of this loader or sampler that is not counted."""
     return bool(getattr(each, "_in_body", False) or getattr(each, "_in_loop", False))
+
+
+def _gives_batches(each: Any, loader: Any) -> bool:
+    """Whether a loader of torch gives the training batches of this tracked loader or sampler."""
+    if getattr(each, "_evaluates", False):
+        return False
+    sampler = getattr(loader, "sampler", None)
+    within = (loader, sampler, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    return any(each is one for one in within) or getattr(each, "_torch", None) is loader
 
 
 def position_of(follower: Any) -> dict[str, Any]:
