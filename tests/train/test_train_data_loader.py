@@ -180,6 +180,22 @@ def test_micro_batches_count_when_their_step_is_complete():
     assert cursors == [0, 0, 10, 10, 10, 20, 20, 20, 30, 30, 30, 40]
 
 
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 3}, {"batch_size": 3, "tail": "drop"}, {"batch_size": 4, "global_batch_size": 10}]
+)
+def test_the_number_of_a_batch_goes_on_after_a_resume_in_another_world(options):
+    data = loader(ranks=(0, 2), **options)
+    assert [data.batch_number for _ in data] == list(range(len(data)))
+    data.set_epoch(0)
+    cursors = [data.state_dict()["cursor"] for _ in data]
+    for cursor in {*cursors}:
+        again = loader(**options)
+        again.load_state_dict({**data.state_dict(), "epoch": 0, "cursor": cursor})
+        again.set_epoch(0)
+        numbers = [again.batch_number for _ in again]
+        assert numbers == list(range(len(again)))[len(again) - len(numbers) :]
+
+
 # --- epochs -----------------------------------------------------------------------------------------------------------
 
 

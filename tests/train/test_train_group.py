@@ -58,7 +58,7 @@ def test_a_loader_shows_what_a_script_needs_and_no_more() -> None:
     assert len(inspect.signature(ht.DataLoader).parameters) <= 14
     members = {name for name in {*dir(ht.DataLoader), *vars(ht.DataLoader(range(2)))} if not name.startswith("_")}
     place = {"epoch", "cursor", "remaining", "state_dict", "load_state_dict", "set_epoch", "trained", "regroup"}
-    assert members == place | {"dataset", "batch_size", "global_batch_size", "micro_batches", "share"}
+    assert members == place | {"dataset", "batch_size", "global_batch_size", "micro_batches", "share", "batch_number"}
 
 
 @pytest.fixture
@@ -195,13 +195,19 @@ def run_bare(warm: Warm, *cases: str) -> dict[str, Any]:
 
 def test_two_ranks_that_nobody_watches(warm: Warm) -> None:
     """Nobody would end a rank that hangs."""
-    found = run_bare(warm, "place", "trained", "sharded", "own_group", "exits", "raises", "raises_late", "killed")
+    found = run_bare(
+        warm, "place", "trained", "sharded", "replicated", "own_group", "exits", "raises", "raises_late", "killed"
+    )
     place = found["place"]["told"]
     assert sorted(each["rank"] for each in place if "rank" in each) == [0, 1]
     assert {each["total"] for each in place if "rank" in each} == {2}
     assert [each for each in place if "left" in each] == [{"left": True}] * 2
     assert found["own_group"]["told"].count({"kept": True}) == 2
     assert all("without DDP" in each["refused"] for each in found["sharded"]["told"])
+    replicated = found["replicated"]["told"]
+    assert [each["plain"] for each in replicated] == [True] * 4, found["replicated"]
+    assert [each["loss"] for each in replicated] == pytest.approx([2.5] * 4), "the mean over 1, 2, 3 and 4"
+    assert [each["gradient"] for each in replicated] == pytest.approx([2.5] * 4)
     assert all(found[case]["codes"] == [0, 0] for case in ("place", "trained", "sharded", "own_group", "exits")), found
     assert found["raises"]["codes"] == [1, 1]
     assert found["raises_late"]["codes"] == [0, 1]

@@ -1,7 +1,7 @@
 """Gradient accumulation: one optimizer step made of several micro-batches, with one exchange of gradients.
 
-Knows DDP, FSDP2 and plain modules, and our loader: its share of a batch, and the sizes of the next ones. Knows no
-snapshot.
+Knows DDP, also by torch's composable `replicate`, FSDP2 and plain modules, and our loader: its share of a batch, and
+the sizes of the next ones. Knows no snapshot.
 
 The gradient of an optimizer step is the mean over all its samples, on all ranks, whatever the number of ranks and
 micro-batches. In a loop over a loader of ours each micro-batch has the weight of its samples, and a step ends with the
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -92,9 +93,11 @@ class _Accumulation:
         # The references are weak: this object must not keep the model alive, whose life it shares.
         self._ddp = [weakref.ref(each) for each in _outermost(plain, DistributedDataParallel)]
         self._fsdp = [weakref.ref(each) for each in _outermost(plain, FSDPModule)]
+        self._replicated = [
+            weakref.ref(each) for kind in torch_private.kinds_of_replicated() for each in _outermost(plain, kind)
+        ]
+        """The modules of torch's composable `replicate`, which hides a DDP module."""
         self._model = weakref.ref(plain)
-        # A plain module on each rank has a loss of its own.
-        self._world = dist.get_world_size(self._group()) if self._ddp or self._fsdp else 1
         self._sum: torch.Tensor | None = None
         self._weight = 0.0
         self._exchange: tuple[torch.Tensor, Any] | None = None
@@ -136,7 +139,7 @@ class _Accumulation:
     @property
     def exchanges(self) -> bool:
         """Whether ranks exchange gradients at the end of an optimizer step."""
-        return bool(self._ddp or self._fsdp)
+        return bool(self._ddp or self._fsdp or self._replicated)
 
     def holds_unexchanged(self) -> bool:
         """Whether there are gradients of micro-batches that other ranks do not have. After `zero_grad()` there are
@@ -160,9 +163,18 @@ class _Accumulation:
     def _group(self) -> Any:
         """The group over which the gradients' mean is computed."""
         module = self._ddp[0]() if self._ddp else None
+        if module is None and self._replicated:
+            module = torch_private.hidden_wrapper(self._replicated[0]())
         return dist.group.WORLD if module is None else module.process_group
 
+    @property
+    def _world(self) -> int:
+        """The number of ranks over which the loss's mean is computed: a plain module on each has a loss of its own."""
+        return dist.get_world_size(self._group()) if self.exchanges else 1
+
     def add(self, scaled: torch.Tensor) -> None:
+        if isinstance(scaled, DTensor):  # as with `loss_parallel`; the ranks of its mesh are all here
+            scaled = scaled.full_tensor()
         value = scaled.to(torch.promote_types(scaled.dtype, torch.float32))
         self._sum = value if self._sum is None else self._sum + value
 
@@ -260,9 +272,9 @@ class _Accumulation:
 
     def _be_careful(self) -> _CarefulStep:
         """Begin a step in which nothing is exchanged before its end. Raises ProcessGroupError with FSDP2."""
-        if self._fsdp:
+        if self._fsdp or self._replicated:
             raise ProcessGroupError(
-                "shrink_on_oom=True works with DDP and plain modules: with FSDP2 the other ranks wait in each layer\n"
+                "shrink_on_oom=True works with DDP and plain modules: with FSDP2 and replicate() the other ranks wait\n"
                 "for the rank that has run out of memory."
             )
         if self._careful is None:
@@ -282,6 +294,9 @@ class _Accumulation:
             for module in _alive(self._fsdp):
                 _set_fsdp(module, exchange=exchange)
                 stack.callback(_set_fsdp, module, exchange=True)
+            for module in _alive(self._replicated):
+                module.set_requires_gradient_sync(exchange)
+                stack.callback(module.set_requires_gradient_sync, True)
             yield
 
 
@@ -443,9 +458,9 @@ def accumulate(model: nn.Module, micro_batches: int | HasShare | None = None) ->
     `micro_batches`: the loader of the loop (one of holdfast.train), which decides what makes an optimizer step; or a
     number of batches; without it the loader's number, or 1. In a loop over a loader of holdfast.train every sample has
     the same weight, however uneven batches are, and the epoch's last optimizer step may have fewer batches. With any
-    other loader batches have the same weight, and the count goes on over the end of an epoch. `model`: DDP, FSDP2, or
-    neither. Raises ProcessGroupError for a number below 1, one that contradicts the loader, or a loader that has
-    handed out no batch.
+    other loader batches have the same weight, and the count goes on over the end of an epoch. `model`: DDP (also
+    by `replicate`), FSDP2, or neither. Raises ProcessGroupError for a number below 1, one that contradicts the loader,
+    or a loader that has handed out no batch.
     """
     accumulation = _accumulations.get(model)
     if accumulation is None:

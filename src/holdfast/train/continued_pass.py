@@ -69,9 +69,10 @@ def _batch_size(loader: Any) -> int:
 class ContinuedPasses:
     """Replaces torch's functions that begin a pass, from its construction until `stop`."""
 
-    def __init__(self, tracked: Callable[[], Collection[Any]]) -> None:
-        """`tracked`: the objects that are tracked."""
+    def __init__(self, tracked: Callable[[], Collection[Any]], begins: Callable[[Any], None] = lambda _: None) -> None:
+        """`tracked`: the objects that are tracked. `begins`: is told each loader over which a pass begins."""
         self._tracked = tracked
+        self._begins = begins
         self._hooks = contextlib.ExitStack()
         self._replace(DataLoader, "__iter__", self._over_samplers)
         torchdatas = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
@@ -91,6 +92,7 @@ class ContinuedPasses:
         self._hooks.enter_context(replaced(kind, **{name: begun}))
 
     def _over_samplers(self, loader: Any, begin: Callable[[Any], Any]) -> Any:
+        self._begins(loader)
         tracked = {id(each) for each in self._tracked()}
         samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
         ours = {id(each): each for each in samplers if isinstance(each, DistributedSampler) and id(each) in tracked}
@@ -108,6 +110,7 @@ class ContinuedPasses:
         return noted
 
     def _of_torchdata(self, loader: Any, begin: Callable[[Any], Any]) -> Any:
+        self._begins(loader)
         if loader.generator is not None:
             return begin(loader)
         before = torch.get_rng_state()

@@ -308,7 +308,8 @@ class Snapshots:
             self._pending.watch(optimizer)
             optimizer.register_step_post_hook(self._tracker.switches.note)
         if self._passes is None:
-            self._passes = ContinuedPasses(self._tracker.others.values)
+            self._passes = ContinuedPasses(self._tracker.others.values, self._tracker.note_pass)
+            self.state._pending = lambda: self._pending.now() is WherePending.HERE
         # It replaces the same function of torch as the line above, and has to be called before that.
         if self._untracked is None and self._schedule.within_epochs:
             self._untracked = UntrackedData(self._tracker.others.values)

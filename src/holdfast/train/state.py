@@ -33,6 +33,8 @@ from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train import state_codec as codec
+from holdfast.train import torch_private
+from holdfast.train.data import rank_and_world
 from holdfast.train.own_objects import is_data
 from holdfast.train.random_numbers import (
     RandomNumbers,
@@ -43,6 +45,7 @@ from holdfast.train.random_numbers import (
 )
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
+from holdfast.train.reentry import Reentry
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.switches import Switches
 from holdfast.train.tracked import (
@@ -154,6 +157,12 @@ class TrainState:
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
+        self._pending: Callable[[], bool] = lambda: False
+        """Whether there are gradients that a script adds up by hand, and that no optimizer step has used."""
+        self._reentry: Reentry | None = None
+        """The rest of an epoch that is trained now; None: it is a whole one."""
+        self._world = 0
+        """The number of ranks that have trained the epoch so far; 0: not known."""
         self._in_body = False
         """Whether the body of a loop over `epochs()` runs."""
         self._only = ""
@@ -166,11 +175,14 @@ class TrainState:
     def _begin_again(self) -> None:
         self.step, self.epoch, self._only = 0, 0, ""
         self._follow, self._batches = (lambda _epoch: None), (lambda: (0, 0))
+        self._reentry = None
 
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
 
-        Code after the loader's loop runs again if a resume goes on from a state that was saved before its end. With
+        Code before the loader's loop runs again if a resume goes on within the epoch: let it compute values from the
+        epoch (`lr = base * 0.1**epoch`), not change them (`lr *= 0.1`, of which a warning tells). Code after that loop
+        runs again if a resume goes on from a state that was saved before its end. With
         `save` the state is saved to the disk after each epoch's body, and a resume from there goes on with the next
         epoch. After the last epoch the state is saved, unless `every` is None: the code that follows may need the
         complete training.
@@ -193,6 +205,8 @@ class TrainState:
                 yield self.epoch
             finally:
                 self._in_body = False
+            if self._reentry is not None:
+                self._reentry.end(self.epoch, pending=self._pending())
             self.epoch += 1
             if save:
                 self._follow(self.epoch)
@@ -266,7 +280,7 @@ class Tracker:
     """The positions that `restore` has given to data that are no loaders of ours."""
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
-    _counts: dict[str, int] = field(default_factory=dict)
+    _counts: dict[str, Any] = field(default_factory=dict)
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
@@ -366,13 +380,16 @@ class Tracker:
         if not self.state._in_body or not is_over:
             return ""
         # Of all that such code may change, schedules alone have a count that shows it.
-        changed = (name for name, count in self._counts.items() if self.others[name].last_epoch != count)
+        counts = self._schedule_counts()
+        changed = (name for name, count in self._counts.items() if counts[name] != count)
         return next(changed, "")
 
     def note_trained(self) -> None:
         """Let loaders count the batch in the loop's body as trained."""
         self._resumed = {}
-        self._counts = {name: each.last_epoch for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        self._counts = self._schedule_counts()
+        if self.state._reentry is not None:
+            self.state._reentry.step(self.state.epoch)
         # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
         training = [each for each in self.others.values() if _is_in_loop(each)]
         for each in self.others.values():
@@ -381,6 +398,16 @@ class Tracker:
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
 
+    def _schedule_counts(self) -> dict[str, Any]:
+        """The number of steps that each schedule has made."""
+        schedules = {name: each for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        return {name: torch_private.steps_of(each) for name, each in schedules.items()}
+
+    def note_pass(self, loader: Any) -> None:
+        """Note that a pass over this loader of torch begins, or over one of torchdata."""
+        if self.state._reentry is not None and any(_gives_batches(each, loader) for each in self.others.values()):
+            self.state._reentry.pass_begins()
+
     def _set_epoch(self, epoch: int) -> None:
         resumed, self._resumed = self._resumed, {}
         for name, each in self.others.items():
@@ -388,6 +415,11 @@ class Tracker:
                 each._go_back(resumed[name])
             if callable(follow := getattr(each, "set_epoch", None)):
                 follow(epoch)
+        continued = [each for each in self.others.values() if getattr(each, "_continues", bool)()]
+        loaders = [each for each in continued if hasattr(each, "_length_asked")]
+        before, self.state._world = self.state._world, rank_and_world(None)[1]
+        growth = self.state._world / (before or self.state._world)
+        self.state._reentry = Reentry(self.optimizers, loaders, growth) if continued else None
 
     def _count_batches(self) -> tuple[int, int]:
         """The number of batches left in this epoch, and that of a whole one; zeros unless exactly one loader is the
@@ -559,6 +591,7 @@ class Tracker:
         }
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
+        self.state._world = world_then
         run_id = codec.expect(text.get("run_id", ""), str, "run_id")
         if run_id and not self.state._only:  # with `only` another training begins, which has its own curves
             self.state._name(run_id)
@@ -590,6 +623,15 @@ class Tracker:
 def _is_in_loop(each: Any) -> bool:
     """Whether the training's loop has a batch of this loader or sampler that is not counted."""
     return bool(getattr(each, "_in_body", False) or getattr(each, "_in_loop", False))
+
+
+def _gives_batches(each: Any, loader: Any) -> bool:
+    """Whether a loader of torch gives the training batches of this tracked loader or sampler."""
+    if getattr(each, "_evaluates", False):
+        return False
+    sampler = getattr(loader, "sampler", None)
+    within = (loader, sampler, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    return any(each is one for one in within) or getattr(each, "_torch", None) is loader
 
 
 def position_of(follower: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -268,6 +269,26 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """The module within torch.compile's. Where torch has another name for it, the compiled one: gradients that are
     accumulated in it are then exchanged in each micro-batch."""
     return getattr(model, "_orig_mod", model)
+
+
+def steps_of(schedule: Any) -> Any:
+    """A value that changes with each step of a schedule: its count, or those of the parts of a ChainedScheduler, which
+    has none."""
+    own = getattr(schedule, "last_epoch", None)
+    return own if own is not None else [steps_of(each) for each in getattr(schedule, "_schedulers", ())]
+
+
+def kinds_of_replicated() -> list[type]:
+    """The class that torch's composable `replicate` mixes into a module, which then hides a DDP module; empty where it
+    is not used or not known: such a module then counts as a plain one."""
+    kind = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+    return [kind] if isinstance(kind, type) and hasattr(kind, "set_requires_gradient_sync") else []
+
+
+def hidden_wrapper(module: Any) -> Any:
+    """The DDP module that `replicate` hides in this one; None before its first forward pass."""
+    replicate = getattr(sys.modules.get("torch.distributed._composable.replicate"), "replicate", None)
+    return None if replicate is None else getattr(replicate.state(module), "_ddp", None)
 
 
 def has_schedule(optimizer: Any) -> bool:

@@ -85,6 +85,9 @@ class DataLoader:
     persistent_workers and pin_memory_device are torch's. `drop_last=True` is `tail="drop"`, and a `generator` gives
     the seed. Raises DataError (a ValueError) for any other argument, and for values that contradict each other."""
 
+    _length_asked = False
+    """Whether a loop's body has asked for the number of batches (reentry.py)."""
+
     def __init__(
         self,
         dataset: Any,
@@ -219,7 +222,17 @@ class DataLoader:
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch for this rank; every rank has the same."""
+        self._length_asked |= self._open_pass > 0
         return self._plan.batches(0, self._position.length)
+
+    @property
+    def batch_number(self) -> int:
+        """The number of the batch in the loop's body within its epoch, from 0; in the last one it is `len(loader) - 1`.
+        After a resume it goes on, where `enumerate(loader)` begins at 0 again."""
+        if self._share is None:
+            return 0
+        left = self._plan.batches(self._share.step_start, self._position.length)
+        return self._plan.batches(0, self._position.length) - left + self._share.micro
 
     @property
     def remaining(self) -> int:
@@ -326,6 +339,10 @@ class DataLoader:
             self._trains = True
             self._read_ahead.stepped()
         self._position.trained()
+
+    def _continues(self) -> bool:
+        """Whether the next pass begins within an epoch."""
+        return self._resumes and not self._position.begins_epoch
 
     def _note_another(self) -> None:
         """Note that another tracked loader's batch was trained."""

@@ -149,6 +149,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         self._warned = False
         super().__init__(dataset, world, rank, shuffle, seed, drop_last or tail == "drop")
         self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
+        self._length = 0
+        """The number of this rank's indices in the pass that was begun last."""
         self._end = len(dataset)
         """The cursor when everything of the current pass is trained."""
 
@@ -166,7 +168,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
 
         order = order_of(position.length, position.seed, position.epoch, shuffle=self.shuffle)
         start, length, world = position.cursor, position.length, self.num_replicas
-        stop = start + len(self) * world
+        self._length = self._plan.steps(start, length)
+        stop = start + self._length * world
         self._end = min(stop, length)
         for block in range(start + self.rank, stop, world * _BLOCK):
             positions = np.arange(block, min(block + world * _BLOCK, stop), world)
@@ -216,8 +219,9 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         return found is not None and found.has_more(self._batch_size)
 
     def __len__(self) -> int:
-        """The number of this rank's indices in the rest of the epoch; every rank has the same."""
-        return self._plan.steps(self._position.cursor, self._position.length)
+        """The number of this rank's indices in the pass that was begun last; after a new position was set, in the rest
+        of the epoch. Every rank has the same."""
+        return self._length if self._begun else self._plan.steps(self._position.cursor, self._position.length)
 
     @property
     def epoch(self) -> int:

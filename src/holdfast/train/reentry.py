@@ -1,0 +1,96 @@
+"""Notices a script that takes the rest of an epoch for a whole one, after a resume within the epoch.
+
+`for epoch in state.epochs(…)` begins the body of that epoch again, and the loader gives the rest of its batches. Two
+habits are then wrong, in silence:
+
+- Code before the loop over the loader runs a second time. `lr *= 0.1` there is in the restored state already.
+- `enumerate(loader)` counts from 0 again, so that `i + 1 == len(loader)` never comes true, and the gradients of the
+  last batches wait for an optimizer step that nobody makes.
+
+It only looks at options and gradients, in the first step and at the end of such an epoch. Code that computes a rate
+from the epoch or from the step changes nothing when it runs again, or sets the rate in each step: that is no mistake.
+With another number of ranks a rate may follow that number, or its square root.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Reentry:
+    """The rest of an epoch."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], loaders: Sequence[Any], growth: float) -> None:
+        """`loaders`: those of ours that go on within the epoch. `growth`: the number of ranks, divided by that of the
+        epoch so far."""
+        self._optimizers = optimizers
+        self._loaders = loaders
+        for each in loaders:
+            each._length_asked = False
+        self._before = _options(optimizers)
+        self._at_pass: list[dict[str, Any]] | None = None
+        """The options when the first pass over tracked data began; None: none has."""
+        self._growth = growth
+        self._stepped = False
+
+    def pass_begins(self) -> None:
+        """Note that a pass over tracked data of the training begins."""
+        if self._at_pass is None:
+            self._at_pass = _options(self._optimizers)
+
+    def step(self, epoch: int) -> None:
+        """Warn at the first step if code before the loop has changed an option, and the loop did not set it."""
+        stepped, self._stepped = self._stepped, True
+        if stepped or self._at_pass is None:
+            return
+        now = _options(self._optimizers)
+        for before, at_pass, after in zip(self._before, self._at_pass, now, strict=False):
+            for option in sorted(before.keys() & at_pass.keys() & after.keys()):
+                if before[option] != at_pass[option] == after[option] and not self._follows_ranks(
+                    before[option], after[option]
+                ):
+                    warnings.warn(
+                        f"holdfast: epoch {epoch} goes on after a resume, and code before its loop has changed "
+                        f"{option!r} of an optimizer from {before[option]:.6g} to {after[option]:.6g}: it had run "
+                        f"before, and its effect is in the restored state. Compute {option!r} from the epoch, or "
+                        "change it after the loop over the loader.",
+                        RuntimeWarning,
+                        stacklevel=4,
+                    )
+                    return
+
+    def _follows_ranks(self, before: float, after: float) -> bool:
+        return any(math.isclose(after, before * each, rel_tol=1e-6) for each in (self._growth, self._growth**0.5))
+
+    def end(self, epoch: int, *, pending: bool) -> None:
+        """Warn if the epoch ends with gradients that no optimizer step has used, in a loop that asks for the length of
+        its loader. `pending`: whether there are such gradients."""
+        if pending and any(each._length_asked for each in self._loaders):
+            warnings.warn(
+                f"holdfast: epoch {epoch} went on after a resume, and has ended with gradients that no optimizer step "
+                "has used. enumerate(loader) begins at 0 again: for the last batch ask loader.batch_number + 1 == "
+                "len(loader), or use ht.accumulate.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _options(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """The numbers among the options of all parameter groups."""
+    return [
+        {key: number for key, value in group.items() if (number := _number(value)) is not None}
+        for each in optimizers
+        for group in each.param_groups
+    ]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -1,0 +1,182 @@
+"""What a script must not do again when it goes on within an epoch: `state.epochs`, `enumerate(loader)`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast.train as ht
+
+pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.usefixtures("own_staging")]
+
+EPOCHS, BATCHES = 3, 5
+
+
+class Script:
+    """A training of 5 batches per epoch, that may be left and started again."""
+
+    def __init__(self, folder: Path, *, sampler: bool = False) -> None:
+        self.folder = folder
+        self.sampler = sampler
+        self.start: Callable[[Script, int], object] = lambda *_: None
+        """Code before the loop over the loader, of this epoch."""
+        self.body: Callable[[Script, int, int], object] = lambda *_: None
+        """Code in that loop, of this epoch and number in `enumerate`, before the optimizer's step."""
+        self.steps_optimizer: Callable[[Script, int], object] = lambda *_: True
+
+    def run(self, stops: int = EPOCHS * BATCHES) -> list[float]:
+        """Train until this step. Returns the rates of all steps of this life."""
+        rates = []
+        model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rows = torch.ones(4 * BATCHES, 2)
+        if self.sampler:
+            data = ht.DistributedSampler(rows, batch_size=4)
+            self.loader = torch.utils.data.DataLoader(rows, 4, sampler=data)
+        else:
+            data = self.loader = ht.DataLoader(rows, 4)
+        with ht.Snapshots(self.folder, every=None, memory_every=None) as snaps:
+            self.state = snaps.track(model=model, optimizer=self.optimizer, data=data)
+            snaps.resume()
+            for epoch in self.state.epochs(EPOCHS):
+                self.start(self, epoch)
+                for number, batch in enumerate(self.loader):
+                    self.body(self, epoch, number)
+                    model(batch).sum().backward()
+                    rates.append(self.optimizer.param_groups[0]["lr"])
+                    if self.steps_optimizer(self, number):
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
+                    snaps.step()
+                    if self.state.step == stops:
+                        snaps.save(wait=True)
+                        return rates
+        return rates
+
+    def set_rate(self, rate: float) -> None:
+        self.optimizer.param_groups[0]["lr"] = rate
+
+
+def decay(script: Script, epoch: int) -> None:
+    if epoch:
+        script.set_rate(script.optimizer.param_groups[0]["lr"] * 0.1)
+
+
+@pytest.mark.parametrize("sampler", [False, True], ids=["loader", "sampler"])
+def test_a_rate_that_an_epochs_start_changes_again_is_told(tmp_path: Path, sampler: bool) -> None:
+    script = Script(tmp_path, sampler=sampler)
+    script.start = decay
+    script.run(7)
+    with pytest.warns(RuntimeWarning, match=r"epoch 1 goes on .* 'lr' of an optimizer from 0\.1 to 0\.01") as told:
+        script.run()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def by_epoch(script: Script, epoch: int) -> None:
+    script.set_rate(0.1**epoch)
+
+
+def by_step(script: Script, epoch: int, number: int) -> None:
+    script.set_rate(1 / (script.state.step + 2))
+
+
+@pytest.mark.parametrize("stops", [5, 7])
+@pytest.mark.parametrize(
+    ("start", "body"),
+    [
+        (by_epoch, None),
+        (None, by_step),
+        (by_epoch, by_step),
+        (lambda script, epoch: decay(script, epoch) if script.loader.cursor == 0 else None, None),
+    ],
+    ids=["by the epoch", "in each step", "both", "guarded"],
+)
+def test_rates_that_come_out_the_same_are_not_told_of(tmp_path: Path, stops: int, start, body) -> None:  # type: ignore[no-untyped-def]
+    script, undisturbed = Script(tmp_path / "a"), Script(tmp_path / "b")
+    for each in (script, undisturbed):
+        each.start, each.body = start or each.start, body or each.body
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert script.run(stops) + script.run() == undisturbed.run()
+
+
+@pytest.mark.parametrize("power", [1, 0.5])
+def test_a_rate_that_follows_the_number_of_ranks_is_not_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power: float
+) -> None:
+    world = 1
+    monkeypatch.setattr("holdfast.train.state.rank_and_world", lambda _: (0, world))
+    script = Script(tmp_path)
+    script.start = lambda each, epoch: each.set_rate(world**power * 0.1**epoch)
+    script.run(7)
+    world = 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(9)
+    script.start = decay
+    world = 2
+    with pytest.warns(RuntimeWarning, match=r"'lr' of an optimizer from"):
+        script.run()
+
+
+def test_gradients_that_a_resumed_epoch_leaves_are_told_of(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.steps_optimizer = lambda each, number: (number + 1) % 2 == 0 or number + 1 == len(each.loader)
+    script.run(2)
+    with pytest.warns(RuntimeWarning, match=r"epoch 0 went on .* loader\.batch_number") as told:
+        script.run()
+    assert len(told) == 1
+
+
+def test_the_number_of_a_batch_goes_on_after_a_resume(tmp_path: Path) -> None:
+    numbers: list[int] = []
+    script = Script(tmp_path)
+
+    def is_due(each: Script, _: int) -> bool:
+        assert isinstance(each.loader, ht.DataLoader)
+        numbers.append(each.loader.batch_number)
+        return numbers[-1] % 2 == 1 or numbers[-1] + 1 == len(each.loader)
+
+    script.steps_optimizer = is_due
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(2)
+        script.run(9)
+        script.run()
+    assert numbers == [*range(BATCHES)] * 3
+
+
+def test_a_chained_schedule_is_tracked_and_its_second_step_told_of(tmp_path: Path) -> None:
+    """torch's ChainedScheduler has no count of its own."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    parts = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), torch.optim.lr_scheduler.ConstantLR(optimizer)]
+    schedule = torch.optim.lr_scheduler.ChainedScheduler(parts)
+    loader = ht.DataLoader(torch.ones(4, 2), 4)
+    with ht.Snapshots(tmp_path, every=None, memory_every=None) as snaps:
+        for _ in snaps.track(model=model, optimizer=optimizer, schedule=schedule, loader=loader).epochs(1):
+            for batch in loader:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snaps.step()
+            snaps.save()
+            schedule.step()
+            with pytest.warns(RuntimeWarning, match=r"after schedule has stepped"):
+                snaps.save(wait=True)
+
+
+def test_the_length_of_torchs_loader_is_that_of_the_pass(tmp_path: Path) -> None:
+    lengths: list[int] = []
+    script = Script(tmp_path, sampler=True)
+    script.body = lambda each, epoch, number: lengths.append(len(each.loader))
+    script.run(2)
+    assert len(script.loader) == 5
+    script.run(12)
+    assert lengths == [5] * 2 + [3] * 3 + [5] * 7
