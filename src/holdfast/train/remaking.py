@@ -227,7 +227,7 @@ class Remaker:
 
     def leave_world(self) -> None:
         """Let everything go."""
-        self._optimizers = None
+        self._optimizers = self._unsaved = None
         self._note_decided()
         saving, replicas, self._replicas = self._snaps._stop_saving(), self._replicas, None
         if replicas is not None:
