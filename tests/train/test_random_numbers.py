@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.train.random_numbers import RandomNumbers, RandomRecord, TorchsGenerator, random_state, set_random_state
+from holdfast.train.random_numbers import (
+    RandomNumbers,
+    RandomRecord,
+    TorchsGenerator,
+    parts_equal_in_groups,
+    random_state,
+    set_random_state,
+)
 
 pytestmark = pytest.mark.xdist_group("torch")
 
@@ -115,6 +122,15 @@ def test_what_was_recorded_is_drawn_again() -> None:
     drawn()
     numbers.restore(recorded)
     assert drawn() == expected
+
+
+@pytest.mark.parametrize(
+    ("states", "in_groups"),
+    [("1111", False), ("1122", True), ("1212", True), ("112233", True), ("1234", False), ("1112", False), ("1", False)],
+)
+def test_groups_of_ranks_with_equal_states_are_known(states: str, *, in_groups: bool) -> None:
+    found = parts_equal_in_groups([{"torch": each, "python": "same"} for each in states])
+    assert found == ({"torch"} if in_groups else set())
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "MT19937"])

@@ -228,10 +228,11 @@ def test_nobody_waits_for_the_part_of_a_rank_that_was_lost_in_a_save_to_the_disk
 ) -> None:
     """It has told the others that its part is in memory, and hands it over to nobody. The save fails, and a later one
     brings the state to the disk."""
-    case = {"disk": 4, "memory": 100, "steps": 7, "epochs": 1}
+    case = {"disk": 4, "memory": 100, "steps": 7, "epochs": 1, "counted": True}
     with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "hand over", 3)]) as agent:
         replaced(agent, 1)
         ends = finished(agent, tmp_path / "lost")
+        assert "training changes model.blocks.0.passes [1], a buffer with persistent=False" in agent.logs()
         assert "step 4 was not saved: rank 1 was lost before its part was written" in agent.logs()
     assert [each["calls"][-1][3:5] for each in ends] == [[4, "memory"]] * len(WORLD)
     assert [*(tmp_path / "lost/runs").glob("step_000000007.*")]
@@ -247,6 +248,7 @@ def test_a_failure_before_the_job_is_judged_once(
     losses = [(1, "forward", 4), (2, "forward", 7)]
     agent, (end, *_) = with_replacements(jobs, tmp_path / "lost", SCRIPT, losses)
     assert "suspect" not in agent.logs()
+    assert "persistent=False" not in agent.logs(), "the buffers that no state has do not change"
     assert [step for _, _, _, step, *_ in end["calls"]] == [0, 3, 6]
 
 

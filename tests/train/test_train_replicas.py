@@ -173,6 +173,16 @@ def test_ranks_that_differ_leave_no_state_in_memory_for_each_other(warm: Warm, t
         assert set(each["held"]) == {0}
 
 
+def test_what_belongs_to_each_rank_comes_back_to_it_or_is_named(warm: Warm, tmp_path: Path) -> None:
+    found = warm.found(SCRIPT, "grouped", tmp_path)
+    assert found["4"] == [{"part": [rank] * 3, "seen": [1.0, 1.0], "notes": []} for rank in range(4)]
+    for each in found["2"]:
+        assert (each["part"], each["seen"]) == ([0.0] * 3, [1.0, 1.0])
+        about_buffers, about_numbers = sorted(each["notes"], reverse=True)
+        assert about_buffers.startswith("model.part: each of 4 ranks had a value of its own, and all 2 get that of")
+        assert about_numbers.startswith("groups of ranks drew the same random numbers (torch), ")
+
+
 @pytest.mark.parametrize("uncompared", [False, True])
 def test_what_was_not_compared_is_not_left_for_a_lost_rank(*, uncompared: bool) -> None:
     model = torch.nn.Linear(2, 2)

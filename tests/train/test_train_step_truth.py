@@ -777,9 +777,9 @@ def test_generators_that_were_equal_on_all_ranks_get_one_seed() -> None:
     assert drawn[0][0] == drawn[1][0]
     assert drawn[0][1] != drawn[1][1]
     torch.rand(1)
-    assert equal_parts([before, before]) == frozenset(before)
+    assert equal_parts([before, before]).keys() == before.keys()
     assert "torch" not in equal_parts([before, random_state()])
-    assert equal_parts([before]) == frozenset(), "one rank alone tells nothing"
+    assert not equal_parts([before]), "one rank alone tells nothing"
 
 
 # --- a pass that begins within an epoch -------------------------------------------------------------------------------

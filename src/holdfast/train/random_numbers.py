@@ -16,6 +16,7 @@ import os
 import random
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -407,12 +408,28 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
 
 
-def equal_parts(states: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Names of the generators that are in the same state in all of these, which are of all ranks: the program draws the
-    same numbers from them on every rank. Empty for one rank alone."""
+def equal_parts(states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Names of the generators that are in the same state in all of these, which are of several ranks, with a digest of
+    it: the program draws the same numbers from them on each of these ranks. Empty for one rank alone."""
     if len(states) < 2:
-        return frozenset()
-    return frozenset(name for name in states[0] if all(each.get(name) == states[0][name] for each in states))
+        return {}
+    first, *others = states
+    return {
+        name: hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+        for name, state in first.items()
+        if all(each.get(name) == state for each in others)
+    }
+
+
+def parts_equal_in_groups(states: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Names of the generators whose states are equal within groups of ranks, all of one size, and differ between these:
+    the program has seeded the groups. The states may be those of some ranks only."""
+    found = set()
+    for name in states[0]:
+        sizes = set(Counter(repr(each.get(name)) for each in states).values())
+        if len(sizes) == 1 and 1 < min(sizes) < len(states):
+            found.add(name)
+    return frozenset(found)
 
 
 def seed_random(common: bytes, rank: int, world: int, equal: Collection[str] = ()) -> None:

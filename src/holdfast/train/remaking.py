@@ -38,6 +38,7 @@ import os
 import secrets
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from math import inf
@@ -61,6 +62,7 @@ from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
 from holdfast.train.generation_calls import FunctionsCalled, GenerationCalls, RegroupReport, Released
 from holdfast.train.group import ProcessGroup, store_ahead
+from holdfast.train.guards import GuardWarning, enabled
 from holdfast.train.own_objects import FirstStates
 from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
@@ -70,6 +72,7 @@ from holdfast.train.snapshots_api import Snapshots
 from holdfast.train.state import Tracker
 from holdfast.train.step_agreement import Decision, Speaker, StepAgreement, is_known
 from holdfast.train.step_links import NoAgreement, await_news, meet
+from holdfast.train.unsaved_buffers import UnsavedBuffers
 from holdfast.train.untracked import UntrackedOptimizers
 from holdfast.worker import drain
 
@@ -131,6 +134,11 @@ class Remaker:
         self._decided = Decision("", 0)
         """The newest step that this rank knows to be done by all ranks, in the last world in which they agreed on
         steps. It stays until all ranks are in the next such world."""
+        self._unsaved: UnsavedBuffers | None = None
+        """The buffers that no state has, until it was looked whether training changes them; None: it was, or there are
+        none."""
+        self._unsaved_known = False
+        """Whether it was looked."""
         self._warned = False
         """Whether it was said that the ranks do not agree on steps."""
         self._checked = False
@@ -219,7 +227,7 @@ class Remaker:
 
     def leave_world(self) -> None:
         """Let everything go."""
-        self._optimizers = None
+        self._optimizers = self._unsaved = None
         self._note_decided()
         saving, replicas, self._replicas = self._snaps._stop_saving(), self._replicas, None
         if replicas is not None:
@@ -320,6 +328,9 @@ class Remaker:
         tracker, report = self._snaps._tracker, self._calls.functions.report
         if report is not None:
             report.step, report.steps_lost = self._snaps.state.step, steps_lost
+        self._unsaved = None
+        if not self._unsaved_known and enabled() and (unsaved := UnsavedBuffers(tracker.named_models())).any:
+            self._unsaved = unsaved
         for parameter in (each for model in tracker.models for each in model.parameters()):
             parameter.grad = None  # it may have been made before: then it has a part of a step that is given up
         for each in tracker.others.values():
@@ -387,11 +398,27 @@ class Remaker:
             self._optimizers.check()
         if self._replicas is not None:
             self._replicas.mark()
+        if self._unsaved is not None:
+            self._look_at_unsaved(self._unsaved)
         calls = self._calls
         if calls.functions.report is not None:
             calls.step_is_done()
         if calls.channel.released is not None:
             calls.leave_if_cut()
+
+    def _look_at_unsaved(self, unsaved: UnsavedBuffers) -> None:
+        """Warn, once, of buffers that training changes and that no state has."""
+        changed = unsaved.at_step()
+        if changed is None:
+            return
+        self._unsaved, self._unsaved_known = None, True
+        if changed:
+            warnings.warn(
+                f"holdfast: ht.survive: training changes {changed[0]}, a buffer with persistent=False: no state has it,"
+                " and after a loss it begins anew. If the model needs its value: register_buffer(…, persistent=True)",
+                GuardWarning,
+                stacklevel=5,
+            )
 
     def withdraw(self, why: str) -> None:
         """Make this a plain call from now on: a loss is not survived any more. `why`: the reason, for a message."""

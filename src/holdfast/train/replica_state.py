@@ -14,8 +14,9 @@ Plain tensors of the same name may be each rank's own, as the stages of a pipeli
 before the first step and after it (`Saving.uncompared`), and until then no rank leaves tensors.
 
 The text of the lost rank is that of another one; its random numbers are in a record that outlives it
-(random_numbers.py). Objects of the program's own may be different on each rank: with these it is not done. On a GPU
-neither: work that was queued for a step may still change the parameters of the step before.
+(random_numbers.py). Objects of the program's own may be different on each rank, as may buffers that were different
+before the first step: with these it is not done. On a GPU neither: work that was queued for a step may still change the
+parameters of the step before.
 
 Knows the tracked objects. Knows nothing of process groups.
 """
@@ -113,7 +114,7 @@ class ReplicaState:
 def replica_state(tracker: Tracker, place: str, world: int) -> ReplicaState | None:
     """The state of this rank, if living ranks can have all of it when one is lost; None: they cannot."""
     replicated = world > 1 and all(_has_replicas(model) for model in tracker.models)
-    if not (replicated and place) or unknown_objects(tracker.others):
+    if not (replicated and place) or unknown_objects(tracker.others) or tracker.own_buffers:
         return None
     return ReplicaState(tracker, place)
 

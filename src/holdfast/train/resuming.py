@@ -499,11 +499,7 @@ class Resumer:
         on all."""
         self._orders = restored.orders
         if restored.seed:
-            # From memory a rank may have read the states of only some ranks: all have to use the same seed.
-            answers = self.peers.all_gather([restored.seed, restored.equal])
-            known = [set(equal) for _, equal in answers if equal is not None]
-            equal = set.intersection(*known) if known else set()
-            seed_random(answers[0][0].encode(), self.peers.rank, self.peers.world, equal)
+            self._seed(restored)
 
         refused: dict[str, str] = {}
         for each in self.peers.all_gather(restored.refused) if fit.optional else ():
@@ -511,9 +507,24 @@ class Resumer:
         for name in sorted(refused):
             self.tracker.put_back(name, restored)
 
-        notes = (*fit.notes, *(f"{name} is not restored: {why}" for name, why in sorted(refused.items())))
+        lost = dict.fromkeys(note for notes in self.peers.all_gather(restored.notes) for note in notes)
+        notes = (*fit.notes, *lost, *(f"{name} is not restored: {why}" for name, why in sorted(refused.items())))
         skipped = (*self.skipped, *(why for then, why in self._suspects if then >= step))
         return Resumed(step, source, restored.world_then, skipped, notes)
+
+    def _seed(self, restored: Restored) -> None:
+        """Seed the random generators, in a world of another size; all ranks call this."""
+        # From memory a rank may have read the states of only some ranks: all have to use the same seed.
+        answers = self.peers.all_gather([restored.seed, restored.equal, restored.apart])
+        known = [equal for _, equal, _ in answers if equal is not None]
+        within = set.intersection(*map(set, known)) if known else set()
+        equal = {name for name in within if len({each[name] for each in known}) == 1}
+        seed_random(answers[0][0].encode(), self.peers.rank, self.peers.world, equal)
+        if groups := sorted((within - equal).union(*(apart for _, _, apart in answers))):
+            restored.notes.append(
+                f"groups of ranks drew the same random numbers ({', '.join(groups)}), as in tensor parallelism, and "
+                f"each of {self.peers.world} ranks draws its own now: seed each group again after resume()"
+            )
 
     def _together(self, work: Callable[[], _T]) -> tuple[_T, str]:
         """Do the work; all ranks do. Returns its result, and the damage of the snapshot that some rank has found;

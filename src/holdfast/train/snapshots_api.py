@@ -378,6 +378,8 @@ class Snapshots:
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
         saving = self._begin(peers, tier)
+        if resumed is None:
+            self._tracker.find_own_buffers(peers)
         if resumer.adopted is not None:
             self._copy_adopted(saving, resumer.adopted)
         else:

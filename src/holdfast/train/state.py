@@ -1,7 +1,8 @@
 """The state that is saved and restored: models, optimizers, everything else with a state_dict, random numbers,
 counters.
 
-Tensors of models and optimizers are *shared*: sharded or replicated over the ranks, and each piece is saved once. All
+Tensors of models and optimizers are *shared*: sharded or replicated over the ranks, and each piece is saved once. A
+buffer that differs between ranks before the first step is saved once as well, for other worlds, and by each rank. All
 other state is a rank's *own*: it comes back to the same rank, or, in another world, to the ranks whose number modulo
 the old world is that rank's. State that is not in tensors is saved as text (state_codec.py).
 
@@ -32,14 +33,17 @@ from torch.utils.data import DataLoader
 from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
+from holdfast.train import replicas
 from holdfast.train import state_codec as codec
 from holdfast.train import torch_private
+from holdfast.train.agreement import Peers
 from holdfast.train.data import rank_and_world
 from holdfast.train.own_objects import is_data
 from holdfast.train.random_numbers import (
     RandomNumbers,
     RandomRecord,
     equal_parts,
+    parts_equal_in_groups,
     random_state,
     set_random_state,
 )
@@ -58,10 +62,13 @@ from holdfast.train.tracked import (
     TrackedModel,
     TrackedOptimizer,
     check_tied,
+    listed_names,
     trained,
 )
 
 FORMAT = 1
+OWN_BUFFERS = "own_buffers"
+"""Key of the text with the names of the buffers that belong to each rank."""
 ALONE, STAND_IN = "alone", "stand in"
 """Marks of a text: its rank has left the state without the others; it stands for that of another rank."""
 SWITCHES = "switches"
@@ -109,11 +116,15 @@ class Restored:
     """The initial states of optional objects."""
     orders: list[Order] = field(default_factory=list)
     """The order of the gradients of each DDP module; empty: the snapshot has none."""
+    notes: list[str] = field(default_factory=list)
+    """What cannot come back as it was, for a warning."""
     seed: str = ""
     """The seed of the random numbers in a world of another size; empty: the size is the same, and they are restored."""
-    equal: list[str] | None = None
-    """The random generators that were in the same state on all ranks whose states are available; None: only one rank's
-    state is."""
+    equal: dict[str, str] | None = None
+    """The random generators that were in the same state on all ranks whose states are available, with a digest of it;
+    None: only one rank's state is."""
+    apart: list[str] = field(default_factory=list)
+    """The random generators that were in the same state within groups of these ranks."""
 
 
 @dataclass
@@ -285,6 +296,10 @@ class Tracker:
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
     contain all objects, and these names."""
+    own_buffers: tuple[str, ...] = ()
+    """Names of buffers that differed between ranks before the first step, as a rank's part of a table does; equal on
+    all ranks. Each rank gets its own back in a world of the same size. Those that become different in training, as
+    BatchNorm's, are not among them."""
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Track these objects, by name. Raises TrackingError for objects that cannot be tracked, and for a name that is
@@ -452,8 +467,10 @@ class Tracker:
             **({ALONE: True} if alone else {}),
             **({SWITCHES: switches} if switches else {}),
             TIED: parts.tied,
+            OWN_BUFFERS: self.own_buffers,
         }
-        return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles, parts.optimized)
+        own = {_own_buffer(rank, name): parts.tensors[name] for name in self.own_buffers if name in parts.tensors}
+        return Collected(parts.tensors, {**encoder.tensors, **own}, codec.dumps(tree), parts.roles, parts.optimized)
 
     def _parts(self, encoder: codec.Encoder) -> _Parts:
         """Models and optimizers, taken apart; the parts of the last time, if they consist of the same objects."""
@@ -595,6 +612,7 @@ class Tracker:
         run_id = codec.expect(text.get("run_id", ""), str, "run_id")
         if run_id and not self.state._only:  # with `only` another training begins, which has its own curves
             self.state._name(run_id)
+        self._restore_own_buffers(saved, rank, done, world=world, filled=filled)
         drawn = codec.decode(text["random"], saved.fresh)
         if world == world_then and text.get(STAND_IN):
             assert self.random_record is not None
@@ -603,8 +621,42 @@ class Tracker:
             set_random_state(drawn)
         else:
             done.seed = text["random"]["torch"]["$bytes"]
-            done.equal = sorted(equal_parts([each["random"] for each in saved.texts])) if len(saved.texts) > 1 else None
+            states = [each["random"] for each in saved.texts]
+            done.equal = equal_parts(states) if len(states) > 1 else None
+            done.apart = sorted(parts_equal_in_groups(states))
         return done
+
+    def find_own_buffers(self, peers: Peers) -> None:
+        """Find the buffers that differ between ranks; all ranks call this before the first step."""
+        buffers: dict[str, torch.Tensor] = {}
+        for model in self._models:
+            live = {id(each) for each in model.module.buffers() if type(each) is torch.Tensor and codec.is_array(each)}
+            buffers |= {
+                f"{model.name}.{model.fqn(raw)}": each for raw, each in model.live().items() if id(each) in live
+            }
+        if len(set(peers.all_gather(replicas.total([*buffers.values()])))) == 1:
+            return
+        found: dict[str, set[str]] = {}
+        for theirs in peers.all_gather(dict(zip(buffers, replicas.each_digest([*buffers.values()]), strict=True))):
+            for name, digest in theirs.items():
+                found.setdefault(name, set()).add(digest)
+        self.own_buffers = tuple(name for name, digests in found.items() if len(digests) > 1)
+
+    def _restore_own_buffers(
+        self, saved: Saved, rank: int, done: Restored, *, world: int, filled: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Give the buffers that belong to each rank this rank's values, which `filled` has not."""
+        self.own_buffers = tuple(text_of(saved, rank).get(OWN_BUFFERS, ()))
+        mine = [name for name in self.own_buffers if name in filled]
+        if world == done.world_then:
+            for name in mine:
+                with torch.no_grad():
+                    filled[name].copy_(saved.fresh(_own_buffer(rank, name)))
+        elif mine:
+            done.notes.append(
+                f"{listed_names(mine)}: each of {done.world_then} ranks had a value of its own, and all {world} get "
+                "that of the first one: compute it after resume(), and register it with persistent=False"
+            )
 
     def _has_random(self, step: int) -> bool:
         return self.random_record is not None and self.random_record.read(step) is not None
@@ -632,6 +684,11 @@ def _gives_batches(each: Any, loader: Any) -> bool:
     sampler = getattr(loader, "sampler", None)
     within = (loader, sampler, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     return any(each is one for one in within) or getattr(each, "_torch", None) is loader
+
+
+def _own_buffer(rank: int, name: str) -> str:
+    """The name under which this rank saves its own value of a buffer."""
+    return f"{OWN}{rank}/buffers/{name}"
 
 
 def position_of(follower: Any) -> dict[str, Any]:

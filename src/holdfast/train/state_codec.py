@@ -152,8 +152,13 @@ class Encoder:
         return name
 
 
-def check_storable(path: str, tensor: torch.Tensor) -> None:
-    """Raise StateTypeError for a tensor that is not an array of items, or whose name cannot be encoded."""
+def is_array(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is an array of items."""
+    return not _kind_of(tensor)
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """The kind of a tensor that is not an array of items; empty: it is one."""
     kind = ""
     if torch.nn.parameter.is_lazy(tensor):
         kind = "lazy"  # it has no shape until its module has seen a batch
@@ -161,7 +166,12 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
         kind = "nested"
     elif tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)[6:]
-    if kind:
+    return kind
+
+
+def check_storable(path: str, tensor: torch.Tensor) -> None:
+    """Raise StateTypeError for a tensor that is not an array of items, or whose name cannot be encoded."""
+    if kind := _kind_of(tensor):
         raise StateTypeError(f"{_short(path)}: a {kind} tensor cannot be stored")
     if not path.isascii():
         try:

@@ -251,6 +251,39 @@ def case_in_memory(folder: Path) -> Any:
     }
 
 
+class Parted(nn.Module):
+    """A table of which each rank has its part, and a buffer that is equal at first."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("part", torch.full((3,), float(rank)))
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def grouped(folder: Path) -> Any:
+    """Pairs of ranks draw the same random numbers. Saves if there is nothing yet; else the values that a resume gave,
+    and what it said."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank // 2)
+    model = Parted(rank)
+    with warnings.catch_warnings(), ht.Snapshots(folder, every=None, memory_every=None) as snaps:
+        warnings.simplefilter("ignore")
+        snaps.track(model=model)
+        resumed = snaps.resume()
+        if resumed is None:
+            model.seen += rank + 1
+            snaps.step()
+            snaps.save(wait=True)
+            return None
+        return {"part": model.part.tolist(), "seen": model.seen.tolist(), "notes": resumed.notes}
+
+
+def case_grouped(folder: Path) -> Any:
+    ranks(4, lambda: grouped(folder))
+    return {str(world): ranks(world, lambda: grouped(folder), f"again{world}") for world in (4, 2)}
+
+
 def inner(folder: Path, *, raw: bool) -> Any:
     """The weights, where the module inside DDP is tracked, and then DDP."""
     torch.manual_seed(0 if raw else 1)

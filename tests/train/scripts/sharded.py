@@ -59,8 +59,11 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
         self.dropout = nn.Dropout(0.2 if CASE.get("drawn") else 0.0)
+        self.register_buffer("passes", torch.zeros(1), persistent=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if CASE.get("counted"):
+            self.passes += 1
         return rows + self.down(self.dropout(torch.relu(self.up(rows))))
 
 
