@@ -132,6 +132,8 @@ def test_writes_that_nobody_can_notice_make_it_a_plain_call(
         agent.await_said([0, 1, 2], "unable")
         ends = finished(agent, tmp_path / "runs")
         assert agent.logs().count("the program changes parameters through .data, or in a CUDA graph") == 1
+        named = "train() uses center: training changes the state of such a module, and it is not tracked"
+        assert agent.logs().count(named) == (recipe == "Adversarial"), "rank 0 says it once"
     assert [each["step"] for each in ends] == [16] * 3
 
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError, TrackingError
 from holdfast.train.boundary import Boundary
-from holdfast.train.carrying import PlainCall, PlainCallReason, check_function, why_plain
+from holdfast.train.carrying import PlainCall, PlainCallReason, UntrackedModules, check_function, why_plain
 from holdfast.train.group import GroupConnection, ProcessGroup
 from holdfast.train.guards import GuardWarning
 from holdfast.train.kept import SMALL_BYTES, KeptState
@@ -640,6 +640,56 @@ def test_what_the_function_changes_and_nobody_tracks_is_named() -> None:
         GuardWarning, match=r"train\(\) uses or assigns counting, best, with a state that is not tracked"
     ):
         check_function(train, tracker_of(model=nn.Linear(2, 2)))
+
+
+class Centered(nn.Module):
+    """A loss with a running average, as DINO's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(2))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.center = self.center + rows.mean(0)
+        return (rows - self.center).square().mean()
+
+
+class Whole(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+
+def test_modules_that_training_changes_and_nobody_tracks_are_named() -> None:
+    model, teacher, frozen, plain = nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2), nn.MSELoss()
+    within, unused, whole = Centered(), Centered(), Whole(model, Centered())
+
+    class Keeps(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = within
+
+    keeps = Keeps()
+
+    def train() -> None:
+        rows = model(torch.randn(4, 2))
+        whole.parts[1](rows)
+        plain(frozen(rows), teacher(rows))
+        keeps.module(rows)
+        within.train()
+        unused.table += 1
+        with torch.no_grad():
+            teacher.weight.data.mul_(0.5)
+
+    modules = UntrackedModules(train, tracker_of(model=model, keeps=keeps))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        modules.warn_of_changes()
+        train()
+        with pytest.raises(GuardWarning, match=r"train\(\) uses teacher, whole\.parts\.1: training changes"):
+            modules.warn_of_changes()
+        modules.warn_of_changes()
 
 
 class Data:

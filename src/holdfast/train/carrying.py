@@ -14,11 +14,12 @@ import inspect
 import os
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,7 @@ from holdfast.train import torch_private
 from holdfast.train.group import ProcessGroup
 from holdfast.train.guards import GuardWarning, enabled
 from holdfast.train.own_objects import is_data, unknown_data
+from holdfast.train.replicas import total
 from holdfast.train.state import Tracker
 
 
@@ -150,8 +152,8 @@ _OF_TORCH = (LRScheduler, GradScaler, Optimizer, AveragedModel)
 
 def _has_a_state(each: Any, tracked: Collection[int]) -> bool:
     """Whether the object changes as training goes on: a schedule, a scaler, early stopping. Three kinds do not count:
-    modules, since many are never trained; objects that hand out data, since an evaluation's loader needs no state; and
-    objects that gather tracked ones, as the state for torch.distributed.checkpoint does."""
+    modules, since many are never trained (see UntrackedModules); objects that hand out data, since an evaluation's
+    loader needs no state; and objects that gather tracked ones, as the state for torch.distributed.checkpoint does."""
     if isinstance(each, AveragedModel):
         return True
     if isinstance(each, (type, types.ModuleType, nn.Module)) or is_data(each):
@@ -164,6 +166,68 @@ def _has_a_state(each: Any, tracked: Collection[int]) -> bool:
     except Exception:  # noqa: BLE001 - an attribute of another library's proxy may raise anything
         return False
     return has_a_state and (isinstance(each, _OF_TORCH) or not any(id(part) in tracked for part in parts))
+
+
+class UntrackedModules:
+    """The modules with a state that the function uses and that are no part of a tracked model. Most of them never
+    change: losses, frozen teachers. So they are compared in some steps. What a module does not save is left out: a
+    table that is made when it is needed."""
+
+    def __init__(self, function: Callable[..., Any], tracker: Tracker) -> None:
+        tracked = {id(part) for model in tracker.models for part in (*model.modules(), *model.parameters())}
+        inside = [
+            value for each in tracker.others.values() if hasattr(each, "__dict__") for value in vars(each).values()
+        ]
+        tracked |= {id(part) for each in inside if isinstance(each, nn.Module) for part in each.modules()}
+        self._tracked = tracked
+        self._found: dict[str, list[nn.Module]] = {}
+        self._function = name_of(function)
+        for name, each in used_by(function):
+            if isinstance(each, nn.Module):
+                self._find(name, each, tracked)
+        self._digests = {name: self._digest(modules) for name, modules in self._found.items()}
+
+    def _find(self, name: str, module: nn.Module, tracked: set[int]) -> None:
+        """Note the largest modules in this one that have no part of a tracked model."""
+        if id(module) in tracked:
+            return
+        within = list(module.modules())
+        if not any(id(each) in tracked for each in within):
+            self._found[name] = within
+            return
+        self._found[name] = [module]
+        for path, child in module.named_children():
+            self._find(f"{name}.{path}", child, tracked)
+
+    def _digest(self, modules: Sequence[nn.Module]) -> str:
+        tensors = []
+        for each in modules:
+            unsaved = torch_private.unsaved_buffers_of(each)
+            saved = (buffer for name, buffer in each.named_buffers(recurse=False) if name not in unsaved)
+            tensors += [part for part in (*each.parameters(recurse=False), *saved) if id(part) not in self._tracked]
+        return total([each for each in tensors if type(each) in _PLAIN_TENSORS and _has_values(each)])
+
+    def warn_of_changes(self) -> None:
+        """Warn of those that have changed since the beginning, once."""
+        changed = [name for name, digest in self._digests.items() if self._digest(self._found[name]) != digest]
+        for name in changed:
+            del self._digests[name]
+        if changed and enabled():
+            warnings.warn(
+                f"holdfast: {self._function}() uses {', '.join(changed)}: training changes the state of such a module, "
+                "and it is not tracked. When a rank is lost, what the step that is given up did to it stays, and a "
+                "replacement begins with a new one.\n"
+                f"Track it: track({changed[0].rpartition('.')[2]}=…)",
+                GuardWarning,
+                stacklevel=5,
+            )
+
+
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -8,16 +8,15 @@ Knows torch's modules. Must not know for what the lists are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from holdfast.train import torch_private
-
-_values = methodcaller("values")
 
 
 class ModuleParts:
@@ -29,6 +28,9 @@ class ModuleParts:
         self.parameters: list[nn.Parameter] = []
         self._owners: list[Any] = []
         """The dictionaries in which the modules have their parameters and modules."""
+        self._filled: list[Any] = []
+        """Those of them that had something when the lists were made."""
+        self._values_of: Callable[[Any], Iterable[Any]] = dict.values
         self._seen: list[Any] = []
         """What was in them when the lists were made. It is held, so that no new object has the identity of an old
         one."""
@@ -37,8 +39,9 @@ class ModuleParts:
     def have_changed(self) -> bool:
         """Whether the models have other parts than those that are listed."""
         # This is called in each step: without a loop in Python.
-        there = [*chain.from_iterable(map(_values, self._owners))]
-        return len(there) != len(self._seen) or not all(map(is_, there, self._seen))
+        if not len(self._seen) == sum(map(len, self._owners)) == sum(map(len, self._filled)):
+            return True
+        return not all(map(is_, chain.from_iterable(map(self._values_of, self._filled)), self._seen))
 
     def renew(self) -> bool:
         """List the parts again if they have changed. Returns whether they had."""
@@ -46,6 +49,11 @@ class ModuleParts:
             return False
         self.modules = [*dict.fromkeys(each for model in self._models for each in model.modules())]
         self.parameters = [*dict.fromkeys(each for model in self._models for each in model.parameters())]
-        self._owners = [owner for each in self.modules for owner in torch_private.parts_of(each)]
-        self._seen = [*chain.from_iterable(map(_values, self._owners))]
+        # FSDP2 puts whole parameters in the place of the sharded ones, and back, in each forward and backward pass.
+        sharded = any(isinstance(each, DTensor) for each in self.parameters)
+        pairs = map(torch_private.parts_of, self.modules)
+        self._owners = [owner for own, within in pairs for owner in ((within,) if sharded else (own, within))]
+        self._filled = [each for each in self._owners if each]
+        self._values_of = dict.values if all(type(each) is dict for each in self._filled) else methodcaller("values")
+        self._seen = [*chain.from_iterable(map(self._values_of, self._filled))]
         return True

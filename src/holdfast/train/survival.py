@@ -55,6 +55,7 @@ from holdfast.train.boundary import Boundary, KeptBuffer, noted_forward, put_bac
 from holdfast.train.carrying import (
     PlainCall,
     PlainCallReason,
+    UntrackedModules,
     check_function,
     is_sharded,
     surviving_mode,
@@ -155,7 +156,8 @@ def _survivor_of(
         if keeps:
             check_not_sharded(snaps._tracker.named_models(), function)
             check_function(function, snaps._tracker)
-            found: SurvivingCall = Survivor(snaps, group, channel)
+            modules = UntrackedModules(function, snaps._tracker) if group.rank == 0 else None
+            found: SurvivingCall = Survivor(snaps, group, channel, modules)
         else:
             found = Remaker(snaps, group, channel, function, ranks)
     except BaseException:
@@ -194,7 +196,11 @@ def _announce(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | Non
 class Survivor:
     """One process that goes on in one generation after the other. `at_boundary` is called at the end of each step."""
 
-    def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel) -> None:
+    def __init__(
+        self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel, modules: UntrackedModules | None = None
+    ) -> None:
+        """`modules`: those of which this rank warns if they change; None: it does not."""
+        self._modules = modules
         self._snaps, self._tracked_state = snaps, snaps.state
         if snaps._functions is None:
             snaps._functions = FunctionsCalled()
@@ -340,6 +346,8 @@ class Survivor:
         here, and TrackingError if an optimizer is not tracked."""
         self._optimizers.check()
         if self._probe.looks:
+            if self._modules is not None:
+                self._modules.warn_of_changes()
             self._look_for_writes()
             if self._calls.withdrawn:
                 return

@@ -1,4 +1,4 @@
-"""Which parameters need gradients, and which modules are in the mode of eval(), where training has changed this.
+"""Keeps which parameters need gradients, and which modules are in eval(), where training has changed that.
 
 A script may unfreeze its backbone, or set BatchNorm to eval(), once, in the first step of some epoch. A resume in a
 later epoch does not come by that line. So a snapshot has what differs from the time before the resume, when the script
@@ -32,7 +32,7 @@ names of the modules in it that have the other mode."""
 
 
 class _Noted(NamedTuple):
-    """Values in the order of ModuleParts."""
+    """The values that were noted, in the order of ModuleParts."""
 
     gradients: list[bool]
     modes: list[bool]

@@ -43,7 +43,7 @@ class ValueProbe:
         """The number of steps that are still to be examined, since one had more."""
 
     def begin_world(self) -> None:
-        """In another world a step may have another number of forward passes: of micro-batches."""
+        """Forget the number of forward passes: in another world a step may have another number of micro-batches."""
         self._passes, self._due = None, 0
 
     def begin_step(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -315,6 +315,18 @@ def loader_of(dataset: Rows, rank: int, world: int) -> tuple[Any, dict[str, Any]
     return loader, {"loader": loader}
 
 
+class Centered(nn.Module):
+    """Its state is not tracked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return loss
+
+
 def main() -> None:
     snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5)
     with ht.process_group() as pg, snaps:
@@ -327,6 +339,8 @@ def main() -> None:
         state = snaps.track(model=model, **recipe.tracked(), **parts)
         snaps.resume()
 
+        center = Centered() if CASE.get("recipe") == "Adversarial" else nn.Identity()
+
         @ht.survive(snaps)
         def train() -> None:
             worlds.append(pg.world)
@@ -338,7 +352,7 @@ def main() -> None:
                     net.begin(state.step)
 
                     def loss(rows: torch.Tensor = rows) -> torch.Tensor:
-                        found = model(rows)
+                        found = center(model(rows))
                         found.backward()
                         return found
 
