@@ -33,9 +33,8 @@ from torch.utils.data import DataLoader
 from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
-from holdfast.train import replicas
+from holdfast.train import replicas, torch_private
 from holdfast.train import state_codec as codec
-from holdfast.train import torch_private
 from holdfast.train.agreement import Peers
 from holdfast.train.data import rank_and_world
 from holdfast.train.own_objects import is_data
