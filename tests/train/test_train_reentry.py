@@ -106,6 +106,25 @@ def test_rates_that_come_out_the_same_are_not_told_of(tmp_path: Path, stops: int
         assert script.run(stops) + script.run() == undisturbed.run()
 
 
+@pytest.mark.parametrize("power", [1, 0.5])
+def test_a_rate_that_follows_the_number_of_ranks_is_not_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power: float
+) -> None:
+    world = 1
+    monkeypatch.setattr("holdfast.train.state.rank_and_world", lambda _: (0, world))
+    script = Script(tmp_path)
+    script.start = lambda each, epoch: each.set_rate(world**power * 0.1**epoch)
+    script.run(7)
+    world = 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(9)
+    script.start = decay
+    world = 2
+    with pytest.warns(RuntimeWarning, match=r"'lr' of an optimizer from"):
+        script.run()
+
+
 def test_gradients_that_a_resumed_epoch_leaves_are_told_of(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.steps_optimizer = lambda each, number: (number + 1) % 2 == 0 or number + 1 == len(each.loader)

@@ -9,10 +9,12 @@ habits are then wrong, in silence:
 
 It only looks at options and gradients, in the first step and at the end of such an epoch. Code that computes a rate
 from the epoch or from the step changes nothing when it runs again, or sets the rate in each step: that is no mistake.
+With another number of ranks a rate may follow that number, or its square root.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +26,9 @@ from torch.optim import Optimizer
 class Reentry:
     """The rest of an epoch."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], loaders: Sequence[Any]) -> None:
-        """`loaders`: those of ours that go on within the epoch."""
+    def __init__(self, optimizers: Sequence[Optimizer], loaders: Sequence[Any], growth: float) -> None:
+        """`loaders`: those of ours that go on within the epoch. `growth`: the number of ranks, divided by that of the
+        epoch so far."""
         self._optimizers = optimizers
         self._loaders = loaders
         for each in loaders:
@@ -33,6 +36,7 @@ class Reentry:
         self._before = _options(optimizers)
         self._at_pass: list[dict[str, Any]] | None = None
         """The options when the first pass over tracked data began; None: none has."""
+        self._growth = growth
         self._stepped = False
 
     def pass_begins(self) -> None:
@@ -47,8 +51,10 @@ class Reentry:
             return
         now = _options(self._optimizers)
         for before, at_pass, after in zip(self._before, self._at_pass, now, strict=False):
-            for option in before.keys() & at_pass.keys() & after.keys():
-                if before[option] != at_pass[option] == after[option]:
+            for option in sorted(before.keys() & at_pass.keys() & after.keys()):
+                if before[option] != at_pass[option] == after[option] and not self._follows_ranks(
+                    before[option], after[option]
+                ):
                     warnings.warn(
                         f"holdfast: epoch {epoch} goes on after a resume, and code before its loop has changed "
                         f"{option!r} of an optimizer from {before[option]:.6g} to {after[option]:.6g}: it had run "
@@ -58,6 +64,9 @@ class Reentry:
                         stacklevel=4,
                     )
                     return
+
+    def _follows_ranks(self, before: float, after: float) -> bool:
+        return any(math.isclose(after, before * each, rel_tol=1e-6) for each in (self._growth, self._growth**0.5))
 
     def end(self, epoch: int, *, pending: bool) -> None:
         """Warn if the epoch ends with gradients that no optimizer step has used, in a loop that asks for the length of
