@@ -171,7 +171,7 @@ class TrainState:
         """Whether there are gradients that a script adds up by hand, and that no optimizer step has used."""
         self._reentry: Reentry | None = None
         """The rest of an epoch that is trained now; None: it is a whole one."""
-        self._world = 0
+        self._ranks = 0
         """The number of ranks that have trained the epoch so far; 0: not known."""
         self._in_body = False
         """Whether the body of a loop over `epochs()` runs."""
@@ -431,8 +431,8 @@ class Tracker:
                 follow(epoch)
         continued = [each for each in self.others.values() if getattr(each, "_continues", bool)()]
         loaders = [each for each in continued if hasattr(each, "_length_asked")]
-        before, self.state._world = self.state._world, rank_and_world(None)[1]
-        growth = self.state._world / (before or self.state._world)
+        before, self.state._ranks = self.state._ranks, rank_and_world(None)[1]
+        growth = self.state._ranks / (before or self.state._ranks)
         self.state._reentry = Reentry(self.optimizers, loaders, growth) if continued else None
 
     def _count_batches(self) -> tuple[int, int]:
@@ -607,7 +607,7 @@ class Tracker:
         }
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
-        self.state._world = world_then
+        self.state._ranks = world_then
         run_id = codec.expect(text.get("run_id", ""), str, "run_id")
         if run_id and not self.state._only:  # with `only` another training begins, which has its own curves
             self.state._name(run_id)
