@@ -651,7 +651,7 @@ class Centered(nn.Module):
         self.register_buffer("table", torch.zeros(2), persistent=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        self.center = self.center + rows.mean(0)
+        self.center = self.center * 0.9 + rows.mean(0) + 1.0  # the mean itself may be zero
         return (rows - self.center).square().mean()
 
 
@@ -684,7 +684,7 @@ def test_modules_that_training_changes_and_nobody_tracks_are_named() -> None:
 
     modules = UntrackedModules(train, tracker_of(model=model, keeps=keeps))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", GuardWarning)
         modules.warn_of_changes()
         train()
         with pytest.raises(GuardWarning, match=r"train\(\) uses teacher, whole\.parts\.1: training changes"):

@@ -174,30 +174,31 @@ class UntrackedModules:
     table that is made when it is needed."""
 
     def __init__(self, function: Callable[..., Any], tracker: Tracker) -> None:
-        tracked = {id(part) for model in tracker.models for part in (*model.modules(), *model.parameters())}
+        parts = [part for model in tracker.models for part in (*model.modules(), *model.parameters())]
         inside = [
             value for each in tracker.others.values() if hasattr(each, "__dict__") for value in vars(each).values()
         ]
-        tracked |= {id(part) for each in inside if isinstance(each, nn.Module) for part in each.modules()}
-        self._tracked = tracked
+        parts += [part for each in inside if isinstance(each, nn.Module) for part in each.modules()]
+        self._tracked = {id(each): each for each in parts}
         self._found: dict[str, list[nn.Module]] = {}
         self._function = name_of(function)
         for name, each in used_by(function):
             if isinstance(each, nn.Module):
-                self._find(name, each, tracked)
+                self._find(name, each)
         self._digests = {name: self._digest(modules) for name, modules in self._found.items()}
 
-    def _find(self, name: str, module: nn.Module, tracked: set[int]) -> None:
-        """Note the largest modules in this one that have no part of a tracked model."""
-        if id(module) in tracked:
+    def _find(self, name: str, module: nn.Module) -> None:
+        """Note the largest modules in this one that have no part of a tracked model. Sharded ones are left out: FSDP2
+        exchanges their parameters in each pass."""
+        if id(module) in self._tracked or is_sharded(module):
             return
         within = list(module.modules())
-        if not any(id(each) in tracked for each in within):
+        if not any(id(each) in self._tracked for each in within):
             self._found[name] = within
             return
         self._found[name] = [module]
         for path, child in module.named_children():
-            self._find(f"{name}.{path}", child, tracked)
+            self._find(f"{name}.{path}", child)
 
     def _digest(self, modules: Sequence[nn.Module]) -> str:
         tensors = []
