@@ -68,10 +68,10 @@ from holdfast.train.quarantine import forget_previous_end
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, random_state, set_random_state
 from holdfast.train.replica_state import ReplicaState, replica_state
 from holdfast.train.snapshots.saver_connection import key_of_life
-from holdfast.train.snapshots_api import Snapshots
 from holdfast.train.state import Tracker
 from holdfast.train.step_agreement import Decision, Speaker, StepAgreement, is_known
 from holdfast.train.step_links import NoAgreement, await_news, meet
+from holdfast.train.surviving_snapshots import SnapshotsLike
 from holdfast.train.unsaved_buffers import UnsavedBuffers
 from holdfast.train.untracked import UntrackedOptimizers
 from holdfast.worker import drain
@@ -107,7 +107,7 @@ class Remaker:
 
     def __init__(
         self,
-        snaps: Snapshots,
+        snaps: SnapshotsLike,
         group: ProcessGroup,
         channel: AgentChannel,
         function: Callable[..., Any],
@@ -341,7 +341,7 @@ class Remaker:
             self.withdraw(why)
         elif not self._snaps.memory_place:
             self.withdraw("states are not in memory, from which the ranks could go on")
-        elif not self._snaps._options.replicas_differ:
+        elif not self._snaps._replicas_differ:
             self._replicas = replica_state(tracker, self._snaps.memory_place, self._calls.group.world)
         return self._agree_on_steps()
 

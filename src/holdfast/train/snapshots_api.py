@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -61,6 +61,7 @@ from holdfast.train.snapshots.in_process import open_tier
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.state import Tracker, TrainState
+from holdfast.train.surviving_snapshots import RemakingCall, SurvivingCall
 from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers, without_its_schedule
@@ -69,8 +70,6 @@ if TYPE_CHECKING:
     from holdfast.train.generation_calls import FunctionsCalled
 
 __all__ = ["Keep", "Resumed", "SnapshotOptions", "Snapshots", "TrainState"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,29 +136,6 @@ class _Before:
     def packed(self) -> list[Any]:
         """The fields that the other ranks need."""
         return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
-
-
-class SurvivingCall(Protocol):
-    """The call of a training function in `ht.survive`, as far as its Snapshots know it: see survival.py and
-    remaking.py, which import this file."""
-
-    def run(self, function: Callable[[], T]) -> T: ...
-
-    def at_boundary(self) -> None: ...
-
-    def withdraw(self, why: str) -> None: ...
-
-
-class RemakingCall(SurvivingCall, Protocol):
-    """The same for a function that makes its model again in each generation."""
-
-    def check(self, tracker: Tracker) -> None: ...
-
-    def begin_anew(self, tracker: Tracker) -> None: ...
-
-    def resumed(self, steps_lost: int) -> bool: ...
-
-    def outlives(self, error: BaseException) -> bool: ...
 
 
 _first_resumed: list[weakref.ref[Snapshots]] = []
@@ -270,6 +246,10 @@ class Snapshots:
     def resumed(self) -> bool:
         """Whether resume() was called, or the first step() without it."""
         return self._saving is not None
+
+    @property
+    def _replicas_differ(self) -> bool:
+        return self._options.replicas_differ
 
     @property
     def _is_joined_in(self) -> bool:
@@ -447,7 +427,7 @@ class Snapshots:
     # --- other worlds: see survival.py ------------------------------------------------------------------------------
 
     def _resume_from_survivors(self) -> Resumed:
-        from holdfast.train.survival import join  # imported here: it imports modules that import this one
+        from holdfast.train.survival import join  # only a replacement needs it
 
         step = join(self)
         assert self._peers is not None

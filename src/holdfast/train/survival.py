@@ -73,8 +73,8 @@ from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.reducers import Order
 from holdfast.train.remaking import Remaker, check_not_sharded
 from holdfast.train.save import image
-from holdfast.train.snapshots_api import Snapshots, SurvivingCall
 from holdfast.train.state import Tracker
+from holdfast.train.surviving_snapshots import SnapshotsLike, SurvivingCall
 from holdfast.train.tracked import Choice, together
 from holdfast.train.unnoticed_writes import ValueProbe
 from holdfast.train.untracked import UntrackedOptimizers
@@ -88,7 +88,7 @@ objects count as each rank's own."""
 
 
 def survive(
-    snaps: Snapshots, *, ranks: Callable[[int], int] | None = None
+    snaps: SnapshotsLike, *, ranks: Callable[[int], int] | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a training function go on in this process when ranks are lost or join: it is called again.
 
@@ -120,7 +120,7 @@ def survive(
 
 
 def _survivor_of(
-    snaps: Snapshots, function: Callable[..., Any], ranks: Callable[[int], int] | None
+    snaps: SnapshotsLike, function: Callable[..., Any], ranks: Callable[[int], int] | None
 ) -> SurvivingCall | None:
     """The survivor that calls the function; None: it is a plain call. Raises TrackingError."""
     keeps = snaps.resumed  # the models were made before the function
@@ -168,7 +168,7 @@ def _survivor_of(
     return found
 
 
-def _why_not_kept(group: ProcessGroup | None, snaps: Snapshots) -> PlainCall | None:
+def _why_not_kept(group: ProcessGroup | None, snaps: SnapshotsLike) -> PlainCall | None:
     """The answer that a loss cannot be survived with the models of these Snapshots, with its reason; None: it can. All
     ranks call this."""
     # Sharded models are refused. The ranks are compared first: what else is a reason may be so on some ranks only.
@@ -178,7 +178,7 @@ def _why_not_kept(group: ProcessGroup | None, snaps: Snapshots) -> PlainCall | N
     return PlainCall(PlainCallReason.DIFFER) if why is None and not alike else why
 
 
-def _announce(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | None, *, keeps: bool) -> None:
+def _announce(group: ProcessGroup | None, snaps: SnapshotsLike, why: PlainCall | None, *, keeps: bool) -> None:
     """Print on rank 0, once, what a loss will do. `keeps`: the model is kept."""
     if snaps._survival_said or (group.rank if group is not None else int(os.environ.get("RANK") or 0)) != 0:
         return
@@ -197,7 +197,11 @@ class Survivor:
     """One process that goes on in one generation after the other. `at_boundary` is called at the end of each step."""
 
     def __init__(
-        self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel, modules: UntrackedModules | None = None
+        self,
+        snaps: SnapshotsLike,
+        group: ProcessGroup,
+        channel: AgentChannel,
+        modules: UntrackedModules | None = None,
     ) -> None:
         """`modules`: those of which this rank warns if they change; None: it does not."""
         self._modules = modules
@@ -463,7 +467,7 @@ class Survivor:
         return chosen.step
 
 
-def join(snaps: Snapshots) -> int:
+def join(snaps: SnapshotsLike) -> int:
     """Take the state of the other ranks, in a process that was started for a lost one: `Survivor.join`.
 
     Raises ProcessGroupError if this process has no group, or no agent.
@@ -574,7 +578,7 @@ class Agreement:
         )
 
     def apply(
-        self, snaps: Snapshots, peers: Peers, boundary: Boundary, data: Transferred | None, *, survived: bool
+        self, snaps: SnapshotsLike, peers: Peers, boundary: Boundary, data: Transferred | None, *, survived: bool
     ) -> bool:
         """Bring this rank to the chosen state. `data`: from `transfer`. `survived`: this process is no replacement.
         Returns whether the rank has new random numbers."""

@@ -31,7 +31,7 @@ GRADIENTS, TRAINING, OTHERWISE = "requires_grad", "training", "otherwise"
 names of the modules in it that have the other mode."""
 
 
-class _Noted(NamedTuple):
+class _SwitchValues(NamedTuple):
     """The values that were noted, in the order of ModuleParts."""
 
     gradients: list[bool]
@@ -45,7 +45,7 @@ class Switches:
         """`models`: a list to which further ones may be added until `begin`."""
         self._models = models
         self._parts: ModuleParts | None = None
-        self._noted, self._first = _Noted([], []), _Noted([], [])
+        self._noted, self._first = _SwitchValues([], []), _SwitchValues([], [])
         self._began: dict[str, dict[str, Any]] = {}
         """The entry of each model before its state was restored."""
         self.unfrozen: list[nn.Parameter] = []
@@ -64,7 +64,9 @@ class Switches:
         if self._parts is None or is_compiling():
             return
         self._parts.renew()
-        self._noted = _Noted([*map(_needs_gradient, self._parts.parameters)], [*map(_is_training, self._parts.modules)])
+        self._noted = _SwitchValues(
+            [*map(_needs_gradient, self._parts.parameters)], [*map(_is_training, self._parts.modules)]
+        )
 
     def put_modes_back(self) -> None:
         """Give the modules the modes that were noted last."""
