@@ -71,6 +71,7 @@ with ht.process_group() as pg, ht.Snapshots(SITE + "/runs", every="1h", memory_e
     @ht.survive(snaps)
     def train():
         mesh = pg.mesh(replicate=-1, shard=SHARDS) if SHARDS else pg.mesh(shard=-1)
+        torch.manual_seed(0)  # replicas begin alike
         model = fully_shard(nn.Linear(8, 8), mesh=mesh)
         optimizer = torch.optim.Adam(model.parameters())
         state = snaps.track(model=model, optimizer=optimizer)
