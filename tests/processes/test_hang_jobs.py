@@ -180,6 +180,7 @@ def test_with_torch_three_ranks_are_named(job_folder) -> None:
         "--standalone", "--nproc-per-node", "2", *FAST, "--preload", "torch", job_folder.script(TORCH)
     )
     agent.says(f"; rank 1 on {HOST} has not come", 90)  # it polls a file, and may go on at any time
+    until(lambda: hangs(agent), "the journal, which a thread writes, to have it")
     assert [hang["culprits"] for hang in hangs(agent)] == [[1]]
     (job_folder.folder / "come").touch()
     agent.says(f"rank 1 on {HOST} is slow: ", 90)

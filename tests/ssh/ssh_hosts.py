@@ -115,6 +115,9 @@ class SshHosts:
         """(If there is one.)"""
         if number in self.daemons:
             self.daemons.pop(number).end()
+            # Its process ends a moment after the one that was waited for, and has the port until then.
+            listening = ["ss", "--listening", "--tcp", "--numeric"]
+            until(lambda: f":{PORT} " not in self.hosts[number].run(listening), f"port {PORT} to be free")
 
     def renew(self) -> None:
         """Forget what a test before this one has set or left; its jobs have ended."""
