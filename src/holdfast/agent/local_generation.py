@@ -94,9 +94,9 @@ class LocalGeneration:
     asked: bool = False
     """The coordinator has ordered a drain."""
     drain_text: str = ""
+    """The coordinator's reason to drain, in words."""
     drain: int = 0
     """The number of the coordinator's newest Drain."""
-    """The coordinator's reason to drain, in words."""
     reached: int | None = None
     """The newest safe point that a worker had reached when they were held; None: not held."""
     safe_point: int | None = None
