@@ -255,12 +255,13 @@ def main_explain(argv: Sequence[str]) -> int:
     if len(chosen.codes) > 1 and normal_code(chosen.codes[0]) not in known:
         chosen.codes = [" ".join(chosen.codes)]  # words without quotes
     if len(chosen.codes) == 1 and normal_code(chosen.codes[0]) not in known:
-        of_exit_code, found = exit_code_text(chosen.codes[0]), search(chosen.codes[0])
-        if of_exit_code and not chosen.json:
-            print(of_exit_code, end="\n\n" if found else "\n")
+        found = search(chosen.codes[0])
+        meaning = "" if chosen.json else exit_code_text(chosen.codes[0])  # it is no code with an explanation
+        if meaning:
+            print(meaning, end="\n\n" if found else "\n")
         if found:
             return show_found(found, as_json=chosen.json)
-        if of_exit_code and not chosen.json:
+        if meaning:
             return 0
     wanted = [explanation_of(code, known) for code in chosen.codes] or list(known.values())
     if chosen.json:

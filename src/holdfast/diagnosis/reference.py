@@ -99,13 +99,13 @@ def search(text: str) -> list[Explanation]:
         words -= {str(abs(exit_code)), "signal"}
         words |= {name.lower() for name in [_signal_of(exit_code, text)] if name}
 
+    # At the beginning of a word: `hang` means `hangs`, and not `changed`.
+    begins = [re.compile(rf"\b{word}") for word in words]
     found = []
     for each in explanations().values():
         heads, rest = each.name.lower(), f"{each.cause} {each.evidence} {each.fix}".lower()
-        # At the beginning of a word: `hang` means `hangs`, and not `changed`.
-        begins = {word: re.compile(rf"\b{word}") for word in words}
-        points = sum(4 if begins[word].search(heads) else bool(begins[word].search(rest)) for word in words)
-        whole = all(begins[word].search(heads) or begins[word].search(rest) for word in words)
+        matches = [4 if word.search(heads) else int(bool(word.search(rest))) for word in begins]
+        points, whole = sum(matches), all(matches)
         if exit_code is not None and each.exit_code == exit_code:
             points += 5
         if points and (whole or (exit_code is not None and each.exit_code == exit_code)):

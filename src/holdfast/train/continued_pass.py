@@ -70,7 +70,8 @@ class ContinuedPasses:
     """Replaces torch's functions that begin a pass, from its construction until `stop`."""
 
     def __init__(self, tracked: Callable[[], Collection[Any]], begins: Callable[[Any], None] = lambda _: None) -> None:
-        """`tracked`: the objects that are tracked. `begins`: is told each loader over which a pass begins."""
+        """`tracked`: the objects that are tracked. `begins` is called with each loader over which a pass
+        begins."""
         self._tracked = tracked
         self._begins = begins
         self._hooks = contextlib.ExitStack()

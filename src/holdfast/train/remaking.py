@@ -135,10 +135,10 @@ class Remaker:
         """The newest step that this rank knows to be done by all ranks, in the last world in which they agreed on
         steps. It stays until all ranks are in the next such world."""
         self._unsaved: UnsavedBuffers | None = None
-        """The buffers that no state has, until it was looked whether training changes them; None: it was, or there are
-        none."""
+        """The buffers that no state has, while it is not known whether training changes them; None: it is known, or
+        there are none."""
         self._unsaved_known = False
-        """Whether it was looked."""
+        """Whether it is known, in this process."""
         self._warned = False
         """Whether it was said that the ranks do not agree on steps."""
         self._checked = False
@@ -415,7 +415,7 @@ class Remaker:
         if changed:
             warnings.warn(
                 f"holdfast: ht.survive: training changes {changed[0]}, a buffer with persistent=False: no state has it,"
-                " and after a loss it begins anew. If the model needs its value: register_buffer(…, persistent=True)",
+                " and after a loss it has its first value. If its value counts: register_buffer(…, persistent=True)",
                 GuardWarning,
                 stacklevel=5,
             )

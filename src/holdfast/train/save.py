@@ -652,11 +652,11 @@ class Saving:
         )
         return SaveDecision.SAVE_NOW
 
-    def resumed_from(self, state: tuple[int, int, int] | None, *, anew: bool) -> None:
-        """Note the state in memory from which all ranks go on; None: it was not in memory. `anew`: there was no state
+    def resumed_from(self, state: tuple[int, int, int] | None, *, begins: bool) -> None:
+        """Note the state in memory from which all ranks go on; None: it was not in memory. `begins`: there was no state
         at all. Otherwise all ranks have read the same values."""
         self._whole = state
-        self._equal_step = None if anew else self._first_step
+        self._equal_step = None if begins else self._first_step
 
     def leave_alone(self, *, tensors: bool) -> bool:
         """Leave the present state in memory, without the other ranks, since one of them was lost: all that this rank

@@ -512,7 +512,7 @@ class Snapshots:
                 self._schedule.follow([min(newest.durable_step, step), step, step + 1])
                 self._durable_epoch, self._unsaved = newest.durable_epoch, newest.unsaved
             saving.errors += self._before.errors
-        saving.resumed_from(state, anew=resumed is None)
+        saving.resumed_from(state, begins=resumed is None)
         if lost and resumed is None and saving.peers.rank == 0:
             warnings.warn(
                 f"holdfast: ht.survive: {lost} steps are lost: no state of them was complete in memory, and none was "
@@ -525,7 +525,7 @@ class Snapshots:
         self._new_world, self._before = None, _Before()
         saving.compares_first_step = remaker.resumed(lost)
         # From now on there is a state of all that is tracked, also of what is older, and it is whole on each node. But
-        # without a state to mix up, a loss in the first step begins anew, which is as good.
+        # where training begins, and ranks differ, there is none: after a loss in the first step it begins again.
         if (resumed is None and saving.has_equal_replicas()) or (state is not None and state[2] == ALONE_SAVE):
             self._save(saving, durable=False)
 

@@ -1,6 +1,6 @@
 """Notices buffers with persistent=False that training changes, as a running scale.
 
-No state has them. A training function that makes its model again after a loss makes them anew as well, and most models
+No state has them. A training function that makes its model again after a loss makes them again as well, and most models
 have only what is right so: masks, tables of angles, caches. These stay as they are from the first step on, or grow. So
 the values after the first step are compared with those after the second one, once in a process.
 
