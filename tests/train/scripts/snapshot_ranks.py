@@ -133,10 +133,15 @@ def ranks(world: int, work: Callable[[], Any], run_id: str = "ranks", per_node: 
         with os.fdopen(out) as file:
             text = file.read()
         _, status = os.waitpid(pid, 0)
-        results.append(json.loads(text) if text else f"killed {os.WTERMSIG(status)}")
+        results.append(json.loads(text) if text else _end(os.waitstatus_to_exitcode(status)))
     os.kill(host, signal.SIGKILL)
     os.waitpid(host, 0)
     return results
+
+
+def _end(code: int) -> str:
+    """Of a rank that returned nothing."""
+    return f"killed {-code}" if code < 0 else f"exit code {code}"
 
 
 def _store_host() -> tuple[int, int]:
@@ -158,6 +163,7 @@ def _store_host() -> tuple[int, int]:
 def _be_rank(rank: int, world: int, port: int, work: Callable[[], Any], into: int) -> None:
     code = 1
     signal.alarm(int(LIMIT_S))
+    faulthandler.enable()
     faulthandler.dump_traceback_later(LIMIT_S - 10)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
@@ -173,6 +179,9 @@ def _be_rank(rank: int, world: int, port: int, work: Callable[[], Any], into: in
         with contextlib.suppress(BrokenPipeError):
             os.write(into, json.dumps(result).encode())
         code = 0
+    except Exception:
+        traceback.print_exc()  # nobody else would: the process ends before Python could
+        raise
     finally:
         os._exit(code)
 

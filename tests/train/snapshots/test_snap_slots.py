@@ -19,6 +19,7 @@ from holdfast.linux import group_room_bytes
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.train.snapshots import saver_connection, slots
 from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.mapping import MappedFile, Mappings
 from holdfast.train.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
 from tests.train.snapshots import saves
@@ -159,6 +160,19 @@ def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path
     for size in (HEADER_BYTES + SIZE // 2, HEADER_BYTES, HEADER_BYTES - 1, 3, 0):
         os.truncate(path, size)
         assert slots.committed_slots(tmp_path, 0) == []
+
+
+def test_a_file_that_was_never_committed_is_not_mapped(tmp_path: Path) -> None:
+    """Its worker makes it shorter when it ends: a process that reads it from a mapping in that moment gets a SIGBUS."""
+
+    class NoMappings(Mappings):
+        def of(self, fd: int) -> MappedFile:
+            raise AssertionError("mapped")
+
+    never = tmp_path / "never"
+    never.write_bytes(bytes(HEADER_BYTES + SIZE))
+    with never.open("r+b") as file:
+        assert slots.read_descriptor(file.fileno(), mappings=NoMappings()) is None
 
 
 def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path, own: Slots) -> None:

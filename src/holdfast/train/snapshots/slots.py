@@ -333,7 +333,7 @@ class Slots:
         """This slot, from the mapping through which this process writes, whose pages are present; None: there is no
         such mapping, or the slot is invalid. Any thread may call it."""
         file = self._files[number]
-        return read(file.memory, file.path) if len(file.memory) > HEADER_BYTES else None
+        return read(file.memory, lambda: file.memory, file.path) if len(file.memory) > HEADER_BYTES else None
 
     def hold(self, *states: tuple[int, int, int] | None) -> None:
         """Protect the states of these identities (SaveRequest) against staging, and release those that were protected
@@ -505,25 +505,28 @@ def read_file(path: Path) -> Slot | None:
 
 def read_descriptor(fd: int, mappings: Mappings | None = None, path: Path | None = None) -> Slot | None:
     """The slot in this open file; None when it is invalid. The caller keeps the descriptor."""
-    if os.fstat(fd).st_size < HEADER_BYTES:
-        return None
     with contextlib.suppress(OSError):
-        return read((mappings or Mappings()).of(fd).memory, path)
+        # Not from a mapping: a worker that ends makes the files of slots that it never committed shorter, and to read
+        # behind the end of a file would be a SIGBUS. Committed bytes stay.
+        header = memoryview(os.pread(fd, HEADER_BYTES, 0))
+        if len(header) == HEADER_BYTES:
+            return read(header, lambda: (mappings or Mappings()).of(fd).memory, path)
     return None
 
 
-def read(memory: memoryview, path: Path | None) -> Slot | None:
-    """The slot in this memory; None when it is invalid."""
-    words = memory[:_WORDS_BYTES].cast("Q")
+def read(header: memoryview, whole: Callable[[], memoryview], path: Path | None) -> Slot | None:
+    """The slot with this header; None when it is invalid. `whole`: the memory of its file, asked for if the header is
+    valid. OSError."""
+    words = header[:_WORDS_BYTES].cast("Q")
     sequence, length, crc = words[_SEQUENCE], words[_NOTE] >> 32, words[_NOTE] & 0xFFFFFFFF
     if words[_MAGIC] != SLOT_MAGIC or not sequence or words[_COMMIT] != sequence or length > NOTE_BYTES_MAX:
         return None
-    encoded = bytes(memory[_WORDS_BYTES : _WORDS_BYTES + length])
+    encoded = bytes(header[_WORDS_BYTES : _WORDS_BYTES + length])
     if zlib.crc32(encoded, sequence & 0xFFFFFFFF) != crc:
         return None
     note = json.loads(encoded)
     try:
-        data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
+        data = whole()[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
         if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
             return None
         return _slot_of(note, data, sequence, path)
