@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dying import die
 
 FOLDER = Path(sys.argv[1])
 CASE: dict[str, Any] = json.loads(sys.argv[2])
@@ -54,7 +54,7 @@ def reach(where: str, step: int) -> None:
                 if (FOLDER / f"go on after {step}").exists():
                     return
                 time.sleep(0.002)
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
 def row(index: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dying import die
 from torch import nn
 
 import holdfast.train as ht
@@ -103,13 +104,20 @@ def faults_of(step: int) -> list[Path]:
     return [FOLDER / f"fault.{index}" for index, each in enumerate(case.faults) if each[2] == step]
 
 
+def kill_rank() -> None:
+    in_loader = torch.utils.data.get_worker_info() is not None
+    if in_loader:
+        os.kill(os.getppid(), signal.SIGKILL)
+    else:
+        die()
+
+
 def suffer(what: str) -> None:
     match what:
         case "pass":
             pass
         case "kill":
-            in_loader = torch.utils.data.get_worker_info() is not None
-            os.kill(os.getppid() if in_loader else os.getpid(), signal.SIGKILL)
+            kill_rank()
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "wait":
