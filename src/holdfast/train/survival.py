@@ -359,7 +359,8 @@ class Survivor:
         self._probe.end_step(self._boundary.passes)
         self._boundary.mark(self._tracked_state)
         self._begin_step()
-        self._reducers.mark()
+        if self._reducers.unknown:
+            self._reducers.mark()
         if not self._compared:
             self._compare_ranks()
         if self._no_step_yet:
