@@ -12,7 +12,7 @@ import hashlib
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +89,7 @@ class Boundary:
         if begins:
             self._interrupted = None  # its step is done, or given up
         if self._schedulers:
-            self._schedules = [now() for now in self._schedules_now]
+            self._schedules = [*map(call, self._schedules_now)]
         # Also without a schedule: the program's own code may change a learning rate at an epoch's end.
         self._options = [
             group.copy() if type(group.get("lr")) is float else _options_of(group)
@@ -353,6 +353,8 @@ class Buffers:
         self._keeps = True
         if sum(map(len, self._modules)) != len(self._names):
             self._names = [(buffers, name) for buffers in self._modules for name in buffers]
+        if not self._names and not self._found:
+            return  # there are none
         there = [buffers.get(name) for buffers, name in self._names]
         addresses = list(map(torch.Tensor.data_ptr, self._theirs))
         if len(there) != len(self._found) or not all(map(is_, there, self._found)) or addresses != self._addresses:
