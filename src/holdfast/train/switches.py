@@ -70,7 +70,7 @@ class Switches:
             module.training = mode
 
     def _now(self) -> list[list[bool]]:
-        """Which parameters need gradients now, and the modes that were noted."""
+        """Whether each parameter needs a gradient now, and the modes that were noted."""
         return [[each.requires_grad for model in self._models for each in model.module.parameters()], self._modes]
 
     def _entry(self, model: TrackedModel) -> dict[str, Any]:
