@@ -32,6 +32,17 @@ def tracked(
     return Boundary(snaps._tracker, ""), state, model
 
 
+def test_parameters_need_gradients_again_as_after_the_step(tmp_path: Path) -> None:
+    """A GAN is interrupted while its discriminator is frozen: neither this rank nor a replacement may keep that."""
+    boundary, state, model = tracked(tmp_path)
+    model.bias.requires_grad_(False)
+    boundary.mark(state)
+    model.requires_grad_(False)
+    model.bias.requires_grad_(True)
+    boundary.rewind(state)
+    assert [each.requires_grad for each in (model.weight, model.bias)] == [True, False]
+
+
 def test_buffers_come_back_also_when_a_step_puts_others_in_their_place() -> None:
     model = nn.BatchNorm1d(3)
     buffers = Buffers([model])

@@ -343,7 +343,8 @@ def test_values_that_change_without_a_count_are_seen(
     probe = ValueProbe()
     looks = []
     for _ in range(8):
-        probe.begin_step(parameters)
+        if probe.begin_step():
+            probe.look(parameters)
         assert not probe.changed()
         looks.append(probe.looks)
         if looks == [True]:
@@ -357,8 +358,9 @@ def test_steps_with_more_forward_passes_are_looked_at() -> None:
     """Adversarial training that begins later, in every other step."""
     probe, looks = ValueProbe(), []
     for step in range(1, 16):
-        probe.begin_step([torch.ones(2)])
-        looks.append(probe.looks)
+        looks.append(probe.begin_step())
+        if looks[-1]:
+            probe.look([torch.ones(2)])
         passes = 2 if step >= 5 and step % 2 else 1
         assert probe.is_new(passes) == (step in (5, 7))
         probe.end_step(passes)
@@ -366,8 +368,7 @@ def test_steps_with_more_forward_passes_are_looked_at() -> None:
 
     probe.begin_world()
     assert not probe.is_new(9)
-    probe.begin_step([torch.ones(2)])
-    assert probe.looks, "in another world a step has another number of micro-batches"
+    assert probe.begin_step(), "in another world a step has another number of micro-batches"
 
 
 # --- what is not tracked is noticed -----------------------------------------------------------------------------------

@@ -70,6 +70,24 @@ def test_what_was_switched_once_is_so_after_every_resume(tmp_path: Path) -> None
         assert (gradients(model), modes(model)) == expected
 
 
+def test_what_was_frozen_for_another_optimizers_step_alone_is_trained_after_a_resume(tmp_path: Path) -> None:
+    """As a GAN's discriminator, while the generator learns from it."""
+    for steps in (1, 0):
+        model = net()
+        layer = model[2]
+        with ht.Snapshots(tmp_path, every="1 step", memory_every=None) as snaps:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            snaps.track(model=model, optimizer=optimizer)
+            snaps.resume()
+            for _ in range(steps):
+                layer.requires_grad_(False)
+                model(torch.randn(4, 3)).square().mean().backward()
+                optimizer.step()
+                layer.requires_grad_(True)
+                snaps.step()
+        assert gradients(model) == gradients(net())
+
+
 def test_what_the_script_sets_before_a_resume_stays_where_training_changed_nothing(tmp_path: Path) -> None:
     life(tmp_path, net(), unfreeze)
     edited = net()
@@ -101,9 +119,14 @@ def test_a_snapshot_without_changes_has_no_entry(tmp_path: Path) -> None:
     tracker.switches.begin()
     tracker.switches.note()
     assert b"switches" not in tracker.collect(0, 1).text
-    unfreeze(model)
+    model[1].eval()
     assert b"switches" not in tracker.collect(0, 1).text, "no optimizer has stepped"
     tracker.switches.note()
+    assert b"switches" in tracker.collect(0, 1).text
+    model[1].train()
+    tracker.switches.note()
+    assert b"switches" not in tracker.collect(0, 1).text
+    model[0].requires_grad_(True)
     assert b"switches" in tracker.collect(0, 1).text
 
 

@@ -12,7 +12,7 @@ import hashlib
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
+from operator import attrgetter, call, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from holdfast.train.own_objects import OwnObjects
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
 from holdfast.train.state import Tracker, TrainState, position_of
 
+_needs_gradient = attrgetter("requires_grad")
 CONTAINERS = (list, dict, set, deque)
 """What a program's schedule may change in place."""
 
@@ -66,6 +67,8 @@ class Boundary:
         self._buffers = Buffers(tracker.models)
         self._extra = ExtraStates(self._parts.modules)
         self._parameters = WatchedTensors(map(_watchable, self._parts.parameters))
+        self._needing: list[bool] = []
+        """Whether each parameter needed a gradient at the last `mark`."""
         self.objects = OwnObjects(tracker.others, place, tracker.loaded)
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
         self._scales: list[list[torch.Tensor | None]] = []
@@ -86,7 +89,7 @@ class Boundary:
         if begins:
             self._interrupted = None  # its step is done, or given up
         if self._schedulers:
-            self._schedules = [now() for now in self._schedules_now]
+            self._schedules = [*map(call, self._schedules_now)]
         # Also without a schedule: the program's own code may change a learning rate at an epoch's end.
         self._options = [
             group.copy() if type(group.get("lr")) is float else _options_of(group)
@@ -98,8 +101,10 @@ class Boundary:
             self._extra = ExtraStates(self._parts.modules)
             self._parameters.watch(map(_watchable, self._parts.parameters))
         self._buffers.keep()
-        self._extra.keep()
+        if self._extra.any:
+            self._extra.keep()
         self._parameters.note()
+        self._needing = [*map(_needs_gradient, self._parts.parameters)]
         if self._has_more:
             self._mark_more()
         if self.objects.any:
@@ -172,6 +177,9 @@ class Boundary:
         groups = [group for each in self._optimizers for group in each.param_groups]
         for group, options in zip(groups, self._options, strict=True):
             _set_options(group, options)
+        for parameter, needs in zip(self._parts.parameters, self._needing, strict=True):
+            if parameter.requires_grad != needs:
+                parameter.requires_grad_(needs)
         self._buffers.restore()
         self._extra.restore()
         for scaler, scales in zip(self._scalers, self._scales, strict=True):
@@ -345,6 +353,8 @@ class Buffers:
         self._keeps = True
         if sum(map(len, self._modules)) != len(self._names):
             self._names = [(buffers, name) for buffers in self._modules for name in buffers]
+        if not self._names and not self._found:
+            return  # there are none
         there = [buffers.get(name) for buffers, name in self._names]
         addresses = list(map(torch.Tensor.data_ptr, self._theirs))
         if len(there) != len(self._found) or not all(map(is_, there, self._found)) or addresses != self._addresses:

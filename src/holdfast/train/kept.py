@@ -111,6 +111,8 @@ class ExtraStates:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [each for each in modules if type(each).get_extra_state is not nn.Module.get_extra_state]
+        self.any = bool(self._modules)
+        """Whether there are any."""
         self._kept: list[KeptState] = []
 
     def keep(self) -> None:

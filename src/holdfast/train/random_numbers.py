@@ -18,6 +18,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import call
 from typing import Any, TypeAlias
 
 import torch
@@ -66,7 +67,7 @@ class RandomNumbers:
     def now(self, *, look: bool = False) -> States:
         """The states now. Each part is the same object as long as nothing is drawn from its generators. Without `look`,
         those of Python and numpy are read only if the program has drawn from them before."""
-        if (look or self._drawn) and (seen := [look_at() for look_at in self._looks]) != self._seen:
+        if (look or self._drawn) and (seen := [*map(call, self._looks)]) != self._seen:
             self._changed(seen)
         if self._may_use_cuda:
             self._read_cuda()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -66,14 +65,11 @@ class Reducers:
         """The parameters in each reducer, in no certain order, by the wrapper's number; read when they are needed."""
         self._hooks: list[tuple[list[tuple[Any, Any]], str]] = []
         """The communication hooks of each wrapper, and the name of a built-in one, while the reducers are dropped."""
-        self._needing: list[bool] = []
-        """Whether each parameter needed a gradient at the last `mark`."""
-        self._unknown = True
-        """Whether the order of some module is not known yet."""
+        self.unknown = True
+        """Whether the order of some module is not known yet: `mark` is called after each complete step."""
         self._used: set[int] = set()
         """Numbers of the wrappers that had a forward pass with this reducer before the last `mark`, while their order
         was not known."""
-        self._frozen: list[int] = []
         self._graded: list[int] = []
         self._connected = True
         """Whether they have reducers: not between `disconnect` and `connect`."""
@@ -91,8 +87,8 @@ class Reducers:
 
     @property
     def frozen(self) -> list[int]:
-        """Numbers of the models' parameters that needed no gradient at the last `mark`."""
-        return self._frozen
+        """Numbers of the models' parameters that need no gradient."""
+        return [number for number, each in enumerate(self._parameters) if not each.requires_grad]
 
     @property
     def graded(self) -> list[int]:
@@ -107,7 +103,7 @@ class Reducers:
             if not self._orders[number] and _makes_other_buckets(wrapper) and "reducer" in wrapper.__dict__:
                 self._orders[number] = torch_private.gradient_order(wrapper)
         pairs = zip(self._orders, self._wrappers, strict=True)
-        self._unknown = any(not order and _makes_other_buckets(wrapper) for order, wrapper in pairs)
+        self.unknown = any(not order and _makes_other_buckets(wrapper) for order, wrapper in pairs)
 
     def _built_with(self, number: int) -> list[nn.Parameter] | None:
         if number not in self._built:
@@ -161,20 +157,15 @@ class Reducers:
         for each in sorted(first, key=first.__getitem__):  # in the same order on all ranks
             self._wrappers.append(each)
             self._orders.append([])
-            self._unknown = True
+            self.unknown = True
         return ""
 
     def mark(self) -> None:
-        """Note after a complete step which parameters needed gradients."""
-        needing = [*map(_needs_gradient, self._parameters)]
-        if needing != self._needing:
-            self._needing = needing
-            self._frozen = [number for number, needs in enumerate(needing) if not needs]
-        if self._unknown:
-            self._read_orders()
-            for number, wrapper in enumerate(self._wrappers):
-                if not self._orders[number] and number not in self._used and torch_private.was_used(wrapper):
-                    self._used.add(number)
+        """Note the orders that a complete step has found."""
+        self._read_orders()
+        for number, wrapper in enumerate(self._wrappers):
+            if not self._orders[number] and number not in self._used and torch_private.was_used(wrapper):
+                self._used.add(number)
 
     # --- leaving a world, and entering another -----------------------------------------------------------------------
 
@@ -210,12 +201,11 @@ class Reducers:
         for number, wrapper in enumerate(self._wrappers):
             if number < len(orders):
                 self._orders[number] = list(orders[number])
-                self._unknown |= not orders[number]
+                self.unknown |= not orders[number]
             self._build(number, wrapper, *self._hooks[number])
         now_frozen = set(frozen)
         for number, each in enumerate(self._parameters):
             _require_gradient(each, number not in now_frozen)
-        self._frozen, self._needing = list(frozen), []
         # A program that calls zero_grad(set_to_none=False) has gradients of zeros at the beginning of a step. Adam's
         # averages then move even a parameter that the step does not use; without a gradient they would not.
         for number in graded:
@@ -279,9 +269,6 @@ class Reducers:
             and _can_be_built_again(wrapper)
             and sorted(order) == list(range(len(self._built_with(number) or ())))
         )
-
-
-_needs_gradient = operator.attrgetter("requires_grad")
 
 
 def why_not(wrapper: DistributedDataParallel) -> str:

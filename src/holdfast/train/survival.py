@@ -319,7 +319,8 @@ class Survivor:
             self._boundary.after_forward = self._look_for_writes
 
     def _begin_step(self) -> None:
-        self._probe.begin_step(self._boundary.parameters)
+        if self._probe.begin_step():
+            self._probe.look(self._boundary.parameters)
         # Most steps are not examined: these have no further call in each forward pass.
         self._boundary.after_forward = self._look_for_writes if self._probe.looks else None
 
@@ -348,7 +349,10 @@ class Survivor:
     def at_boundary(self) -> None:
         """Keep the state of the step that was just completed. Raises Released if the training function is to be left
         here, and TrackingError if an optimizer is not tracked."""
-        self._optimizers.check()
+        # After a step's work the processor's caches have none of this, and each call costs about a microsecond: so what
+        # has nothing to do is not called.
+        if self._optimizers.found:
+            self._optimizers.check()
         if self._probe.looks:
             if self._modules is not None:
                 self._modules.warn_of_changes()
@@ -359,7 +363,8 @@ class Survivor:
         self._probe.end_step(self._boundary.passes)
         self._boundary.mark(self._tracked_state)
         self._begin_step()
-        self._reducers.mark()
+        if self._reducers.unknown:
+            self._reducers.mark()
         if not self._compared:
             self._compare_ranks()
         if self._no_step_yet:
@@ -370,7 +375,8 @@ class Survivor:
                 return
 
         self._stepping = False  # only now: a state that is half marked is that of no step
-        self._calls.leave_if_cut()
+        if self._calls.channel.released is not None:
+            self._calls.leave_if_cut()
 
     def _compare_ranks(self) -> None:
         """Find out which random generators and which tracked objects are equal on all ranks, after a generation's first

@@ -5,8 +5,9 @@ later epoch does not come by that line. So a snapshot has what differs from the 
 had made its models, and the resume sets it again. What the script itself sets before the resume stays, if training has
 not changed it since: a script that was edited to freeze a layer freezes it.
 
-The state is noted when an optimizer has stepped: then the modes are those with which the model is trained. When a
-snapshot is made, an evaluation may have set others.
+The modes are noted when an optimizer has stepped: then they are those with which the model is trained. When a snapshot
+is made, an evaluation may have set others. Which parameters need gradients is read when the snapshot is made: while an
+optimizer steps, a GAN may have frozen what the other one steps.
 
 Knows models. Knows neither snapshots nor ranks.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -25,17 +26,10 @@ from holdfast.train import state_codec as codec
 from holdfast.train.module_parts import ModuleParts
 from holdfast.train.tracked import TrackedModel
 
-_needs_gradient, _is_training = attrgetter("requires_grad"), attrgetter("training")
+_is_training = attrgetter("training")
 GRADIENTS, TRAINING, OTHERWISE = "requires_grad", "training", "otherwise"
 """Keys of a model's entry in a snapshot: parameters that need a gradient or do not, by name; the mode of the model; the
 names of the modules in it that have the other mode."""
-
-
-class _SwitchValues(NamedTuple):
-    """The values that were noted, in the order of ModuleParts."""
-
-    gradients: list[bool]
-    modes: list[bool]
 
 
 class Switches:
@@ -45,53 +39,55 @@ class Switches:
         """`models`: a list to which further ones may be added until `begin`."""
         self._models = models
         self._parts: ModuleParts | None = None
-        self._noted, self._first = _SwitchValues([], []), _SwitchValues([], [])
+        """The modules whose modes were noted."""
+        self._modes: list[bool] = []
+        self._first: list[list[bool]] = []
+        """What was set before the state was restored."""
         self._began: dict[str, dict[str, Any]] = {}
-        """The entry of each model before its state was restored."""
+        """The same as the entry of each model."""
         self.unfrozen: list[nn.Parameter] = []
         """Parameters that `restore` let need a gradient."""
 
     def begin(self) -> None:
         """Note what the script has set, before a state is restored. Only the first call does something."""
         if self._parts is None:
-            self._parts = ModuleParts([each.module for each in self._models])
+            self._parts = ModuleParts([each.module for each in self._models], only_modules=True)
             self.note()
-            self._first = self._noted
+            self._first = self._now()
             self._began = {each.name: self._entry(each) for each in self._models}
 
     def note(self, *_: object) -> None:
-        """Note what is set now. torch calls this after an optimizer's step: it has no loop in Python."""
+        """Note the modes that are set now. torch calls this after an optimizer's step: it has no loop in Python."""
         if self._parts is None or is_compiling():
             return
         self._parts.renew()
-        self._noted = _SwitchValues(
-            [*map(_needs_gradient, self._parts.parameters)], [*map(_is_training, self._parts.modules)]
-        )
+        self._modes = [*map(_is_training, self._parts.modules)]
 
     def put_modes_back(self) -> None:
         """Give the modules the modes that were noted last."""
         assert self._parts is not None
-        for module, mode in zip(self._parts.modules, self._noted.modes, strict=True):
+        for module, mode in zip(self._parts.modules, self._modes, strict=True):
             module.training = mode
 
+    def _now(self) -> list[list[bool]]:
+        """Whether each parameter needs a gradient now, and the modes that were noted."""
+        return [[each.requires_grad for model in self._models for each in model.module.parameters()], self._modes]
+
     def _entry(self, model: TrackedModel) -> dict[str, Any]:
-        """What was noted for this model, complete."""
+        """The same for this model, by name."""
         assert self._parts is not None
-        gradients = dict(zip(self._parts.parameters, self._noted.gradients, strict=True))
-        modes = dict(zip(self._parts.modules, self._noted.modes, strict=True))
+        modes = dict(zip(self._parts.modules, self._modes, strict=True))
         named = {name: modes[each] for name, each in _modules(model.module) if each in modes}
         root = named.get("", True)
         return {
-            GRADIENTS: {
-                model.fqn(raw): gradients[each] for raw, each in model.module.named_parameters() if each in gradients
-            },
+            GRADIENTS: {model.fqn(raw): each.requires_grad for raw, each in model.module.named_parameters()},
             TRAINING: root,
             OTHERWISE: sorted(name for name, mode in named.items() if mode != root),
         }
 
     def changed(self) -> dict[str, Any]:
         """What differs now from the time before the restore, by model; empty for most programs."""
-        if self._noted == self._first:
+        if self._parts is None or self._now() == self._first:
             return {}
         found = {}
         for model in self._models:

@@ -46,15 +46,14 @@ class ValueProbe:
         """Forget the number of forward passes: in another world a step may have another number of micro-batches."""
         self._passes, self._due = None, 0
 
-    def begin_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin the next step. `parameters`: those that the program has now."""
+    def begin_step(self) -> bool:
+        """Begin the next step. Returns whether it is to be examined, by a call of `look`."""
         self._steps += 1
         self.looks = False
-        if self._passes is None or self._due or self._steps & (self._steps - 1) == 0:  # a power of two
-            self.look(parameters)
+        return self._passes is None or self._due > 0 or self._steps & (self._steps - 1) == 0  # a power of two
 
     def look(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Compare the values in this step, from now on."""
+        """Compare the values in this step, from now on. `parameters`: those that the program has now."""
         if not self.looks:
             self.looks = True
             self._parameters = [each for each in parameters if each.numel()]
