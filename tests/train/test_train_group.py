@@ -193,6 +193,20 @@ def run_bare(warm: Warm, *cases: str) -> dict[str, Any]:
     return {each["case"]: each for each in found}
 
 
+def is_mean_of_all_ranks(replicated: dict[str, Any]) -> None:
+    """The batches of two ranks are 1, 2, 3 and 4."""
+    assert replicated["codes"] == [0, 0]
+    for each in replicated["told"]:
+        assert each == {"plain": True, "loss": pytest.approx(2.5), "gradient": pytest.approx(2.5)}
+    assert len(replicated["told"]) == 2
+
+
+def test_the_loss_of_a_mesh_is_the_mean_of_all_ranks(warm: Warm, torch_lacks: dict[str, str]) -> None:
+    if torch_lacks["averages"]:
+        pytest.skip(torch_lacks["averages"])
+    is_mean_of_all_ranks(run_bare(warm, "replicated_over_a_mesh")["replicated_over_a_mesh"])
+
+
 def test_two_ranks_that_nobody_watches(warm: Warm) -> None:
     """Nobody would end a rank that hangs."""
     found = run_bare(
@@ -204,10 +218,7 @@ def test_two_ranks_that_nobody_watches(warm: Warm) -> None:
     assert [each for each in place if "left" in each] == [{"left": True}] * 2
     assert found["own_group"]["told"].count({"kept": True}) == 2
     assert all("without DDP" in each["refused"] for each in found["sharded"]["told"])
-    replicated = found["replicated"]["told"]
-    assert [each["plain"] for each in replicated] == [True] * 4, found["replicated"]
-    assert [each["loss"] for each in replicated] == pytest.approx([2.5] * 4), "the mean over 1, 2, 3 and 4"
-    assert [each["gradient"] for each in replicated] == pytest.approx([2.5] * 4)
+    is_mean_of_all_ranks(found["replicated"])
     assert all(found[case]["codes"] == [0, 0] for case in ("place", "trained", "sharded", "own_group", "exits")), found
     assert found["raises"]["codes"] == [1, 1]
     assert found["raises_late"]["codes"] == [0, 1]

@@ -65,8 +65,8 @@ def sharded() -> None:
             tell(refused=str(error))
 
 
-def replicated() -> None:
-    """torch's composable `replicate`, with losses that are tensors of a mesh."""
+def replicated(*, of_mesh: bool = False) -> None:
+    """torch's composable `replicate`. `of_mesh`: the losses are tensors of a mesh."""
     from torch.distributed._composable.replicate import replicate
     from torch.distributed.tensor import DTensor, Partial
 
@@ -74,14 +74,16 @@ def replicated() -> None:
         torch.manual_seed(0)
         model = replicate(torch.nn.Linear(2, 1, bias=False))
         mesh = pg.mesh(ranks=-1)
-        for of_mesh in (False, True):
-            for number in range(2):
-                with ht.accumulate(model, 2) as micro:
-                    loss = model(torch.full((1, 2), 1.0 + pg.rank + 2 * number)).sum()
-                    micro.backward(DTensor.from_local(loss, mesh, [Partial("avg")]) if of_mesh else loss)
-            weights, gradient = model.weight.detach().sum(), model.weight.grad.mean()
-            tell(loss=float(micro.loss / weights), plain=type(micro.loss) is torch.Tensor, gradient=float(gradient))
-            model.zero_grad()
+        for number in range(2):
+            with ht.accumulate(model, 2) as micro:
+                loss = model(torch.full((1, 2), 1.0 + pg.rank + 2 * number)).sum()
+                micro.backward(DTensor.from_local(loss, mesh, [Partial("avg")]) if of_mesh else loss)
+        weights, gradient = model.weight.detach().sum(), model.weight.grad.mean()
+        tell(loss=float(micro.loss / weights), plain=type(micro.loss) is torch.Tensor, gradient=float(gradient))
+
+
+def replicated_over_a_mesh() -> None:
+    replicated(of_mesh=True)
 
 
 def own_group() -> None:

@@ -17,6 +17,11 @@ before = model.module.running_mean._version
 model(torch.ones(1, 2))
 counted = model.module.running_mean._version > before
 buffers = f"torch {torch.__version__} counts it as a change that DDP copies rank 0's buffers" if counted else ""
+try:
+    dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG)
+    averages = ""
+except (RuntimeError, ValueError):
+    averages = f"torch {torch.__version__} cannot average with gloo"
 dist.destroy_process_group()
 held = f"torch {torch.__version__} may hold a rank in a group that another rank no longer joins"
 half = held if torch.__version__.startswith("2.6.") else ""
@@ -30,6 +35,7 @@ print(
             "recorder": recorder,
             "constant buffers": buffers,
             "half a group": half,
+            "averages": averages,
             "reasons": reasons,
         }
     )
