@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,15 @@ from holdfast.protocol.errors import (
 )
 from holdfast.train.snapshots import changes, slots
 from holdfast.train.snapshots import folder as snapshots
+from holdfast.train.snapshots import saver as saver_module
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.flush import rescue_attempt
 from holdfast.train.snapshots.layout import record_file
+from holdfast.train.snapshots.saver import Saver
 from holdfast.train.snapshots.saver_client import SaverClient
 from holdfast.train.snapshots.saver_connection import SaverAddress
 from tests.support.limits import limit_s, until
-from tests.train.snapshots.saves import SIZE, WAIT_S, Bench, savers
+from tests.train.snapshots.saves import SIZE, WAIT_S, Bench, Memory, savers
 
 WORKER = """
 import os, signal, sys, time
@@ -291,6 +296,51 @@ def test_a_descriptor_that_is_no_slot_is_an_error(bench: Bench, tmp_path: Path) 
         got = seqpacket.receive(sock)
         assert got is not None
         assert (got[0]["is"], got[0]["id"], got[0]["code"]) == ("failed", 7, "HF401")
+
+
+@contextlib.contextmanager
+def saver_here(memory: Memory) -> Iterator[tuple[Saver, SaverClient]]:
+    """A saver that runs in this process, after the block, and a worker that has connected to it."""
+    saver = Saver(memory.path, memory_folder.listen(memory.path / memory_folder.SOCKET), None)
+    with contextlib.closing(SaverClient(SaverAddress(memory.path, 0, 0, 0))) as client:
+        yield saver, client
+    saver.run()
+    memory.held.remove()
+
+
+def test_a_save_waits_where_the_machine_allows_no_more_threads(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saver ended by it, and with it the saves of all ranks of the node."""
+    monkeypatch.setattr(saver_module, "START_AGAIN_S", 0.01)
+    start, refusals = threading.Thread.start, [RuntimeError("can't start new thread")] * 3
+
+    def refused_at_first(thread: threading.Thread) -> None:
+        if refusals:
+            raise refusals.pop()
+        start(thread)
+
+    with saver_here(memory) as (_, client):
+        assert client.stage(1, SIZE) is not None
+        client.commit(None)
+        client.persist(SaveRequest(str(tmp_path), 1, changes.begin(tmp_path, 1), 0, 1))
+        monkeypatch.setattr(threading.Thread, "start", refused_at_first)
+    assert refusals == []
+    assert list(committed(tmp_path)) == [1]
+
+
+def test_a_saver_without_a_descriptor_for_a_worker_s_process_serves_it_all_the_same(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    with saver_here(memory) as (saver, _):
+        saver._accept_all()
+        (worker,) = saver._workers
+        saver._read(worker)
+        assert (worker.local_rank, worker.pidfd) == (0, -1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -38,6 +38,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +64,8 @@ METRICS_MAX = 16
 METRIC_CHARACTERS_MAX = 64
 NEWS_MAX = 16
 """Limit of the failures that are kept for the next worker of a rank, when the worker of a save is gone."""
+START_AGAIN_S = 0.5
+"""Pause after a thread could not be started, because the machine allows no more of them now (s)."""
 NICENESS = 5
 """Training has priority. Where the kernel schedules by sessions (autogroup), our session has the same share as the
 worker's and is not lowered: a save that is too slow makes the next one wait for a slot."""
@@ -124,6 +127,8 @@ class Saver:
         """Calls that the threads leave for this one."""
         self._woken, self._wake = socket.socketpair()
         """A byte in this pair wakes this thread when `_done` has a call."""
+        self._to_start: deque[Callable[[], None]] = deque()
+        """The work of threads that could not be started yet."""
         self._workers: set[SaverConnection] = set()
         self._gone: dict[int, int] = {}
         """Local rank -> generation, of workers that left or died since their generation ended last."""
@@ -162,8 +167,9 @@ class Saver:
     def run(self) -> None:
         """Serve until there will be no more work."""
         while not self._ended and not (self._finishing and self._idle()):
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(START_AGAIN_S if self._to_start else None):
                 key.data()
+            self._start_threads()
             if self._gone and not self._has_others():
                 self._accept_all()  # a worker whose connection was not accepted yet counts, too
                 if not self._has_others():
@@ -227,6 +233,8 @@ class Saver:
                 worker.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._worker_gone(worker)  # it died before its connection was handled
+            except OSError:
+                pass  # no descriptor is left: the end of its connection must do
             else:
                 self._watch(worker.pidfd, partial(self._worker_gone, worker))
         return True
@@ -477,7 +485,18 @@ class Saver:
             self._done.put(partial(tell, answer))
             self._wake.send(b"!")
 
-        threading.Thread(target=work, args=(in_main,), daemon=True).start()
+        self._to_start.append(partial(work, in_main))
+        self._start_threads()
+
+    def _start_threads(self) -> None:
+        """Start the threads that are due. Where the machine allows no more threads now, their work waits: a save that
+        was handed over is carried out."""
+        while self._to_start:
+            try:
+                threading.Thread(target=self._to_start[0], daemon=True).start()
+            except RuntimeError:
+                return
+            self._to_start.popleft()
 
     def _make_calls(self) -> None:
         """Make the calls that other threads have left for this one."""
