@@ -26,7 +26,7 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.train.snapshots import changes, slots
+from holdfast.train.snapshots import changes, saver_client, slots
 from holdfast.train.snapshots import folder as snapshots
 from holdfast.train.snapshots import saver as saver_module
 from holdfast.train.snapshots.changes import SaveRequest
@@ -190,6 +190,19 @@ def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     bench.client.wait(WAIT_S)
     assert sorted(committed(bench.folder)) == [1, 2, 20]
     assert content(bench.folder, 2) == b"\2" * SIZE
+
+
+def test_a_slot_that_nobody_saves_is_waited_for_with_a_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node reads both, or a process that was forked at the wrong moment keeps their locks."""
+    monkeypatch.setattr(saver_client, "PATIENCE_S", 0.05)
+    locks = [slots.lend(bench.stage(step)) for step in (1, 2)]
+    os.kill(bench.saver, signal.SIGKILL)
+    until(lambda: (bench.client._receive(), bench.client._sock is None)[1], "its end is seen")
+    with pytest.raises(SnapshotIncompleteError, match="step 3 was not saved"):
+        bench.client.stage(3, SIZE, wait=True)
+    for each in locks:
+        slots.release(each)
+    assert bench.client.stage(3, SIZE, wait=True) is not None
 
 
 def test_a_saver_that_just_starts_is_waited_for_only_by_who_needs_its_address(bench: Bench) -> None:
