@@ -67,7 +67,9 @@ class Board:
 
     def recorder(self, local_rank: int) -> tuple[int, int]:
         """The worker's own descriptor of the pipe for questions about its collectives, and the pipe's inode; 0: it
-        answers none."""
+        answers none, or the board is closed: a look may last longer. Call it on the loop, as close()."""
+        if self._memory.closed:
+            return 0, 0
         at = layout.slot(local_rank)
         return self._words[at + layout.RECORDER], self._words[at + layout.RECORDER_PIPE]
 

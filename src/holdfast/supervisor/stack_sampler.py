@@ -412,8 +412,9 @@ class StackSampler:
                 handled = await run_detached(lambda: self._ask_handled(may))
                 samples = tuple(structs.replace(each, handles=handled.get(each.local_rank, "")) for each in samples)
 
-            if any(self._board.recorder(sample.local_rank)[0] for sample in samples):
-                samples = await run_detached(lambda: self._with_collectives(samples))
+            recorders = {sample.local_rank: self._board.recorder(sample.local_rank) for sample in samples}
+            if any(pipe for pipe, _ in recorders.values()):
+                samples = await run_detached(lambda: self._with_collectives(samples, recorders))
 
             if folder is None or not samples or self._at_disk:
                 return samples
@@ -475,8 +476,11 @@ class StackSampler:
             self._handled[places[rank]] = _handled_words(text)
         return {rank: self._handled[place] for rank, place in places.items()}
 
-    def _with_collectives(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
-        """Add the collectives that torch's flight recorder has. Blocks."""
+    def _with_collectives(
+        self, samples: tuple[RankSample, ...], recorders: Mapping[int, tuple[int, int]]
+    ) -> tuple[RankSample, ...]:
+        """Add the collectives that torch's flight recorder has. `recorders`: the pipe of each worker, by local rank.
+        Blocks."""
         self._questions += 1
         fds: dict[int, int] = {}
         try:
@@ -485,9 +489,7 @@ class StackSampler:
             asked = [
                 sample.local_rank
                 for sample in samples
-                if _ask_recorder(
-                    sample.pid, *self._board.recorder(sample.local_rank), fds[sample.local_rank], self._questions
-                )
+                if _ask_recorder(sample.pid, *recorders[sample.local_rank], fds[sample.local_rank], self._questions)
             ]
             answers: dict[int, _RecorderAnswer] = {}
             deadline = time.monotonic() + RECORDED_S_MAX
