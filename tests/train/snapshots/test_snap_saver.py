@@ -26,7 +26,7 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.train.snapshots import changes, saver_client, slots
+from holdfast.train.snapshots import changes, saver_client, saver_connection, slots
 from holdfast.train.snapshots import folder as snapshots
 from holdfast.train.snapshots import saver as saver_module
 from holdfast.train.snapshots.changes import SaveRequest
@@ -513,6 +513,28 @@ saver.close()
     assert {each[1] for each in told} == {"1"}
     assert len({each[0] for each in told}) == 1
     until(lambda: not Path(told[0][0]).exists(), "the shared-memory folder is gone")
+
+
+def test_a_child_that_is_forked_while_a_saver_starts_keeps_no_other_from_starting(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data loader's process has the descriptors of that moment as long as it lives."""
+    inherited: list[int] = []
+
+    def forked_meanwhile(*_: object) -> None:
+        files = [
+            path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.readlink().name == "starting"
+        ]
+        inherited.extend(os.dup(int(path.name)) for path in files)
+
+    monkeypatch.setattr(saver_connection, "START_LIMIT_S", 0.0)
+    monkeypatch.setattr(saver_connection, "_run_apart", forked_meanwhile)
+    for _ in range(2):
+        saver_connection.start_saver(memory.address()).close()
+    assert len(inherited) >= 2
+    for each in inherited:
+        os.close(each)
+    memory.held.remove()
 
 
 def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:

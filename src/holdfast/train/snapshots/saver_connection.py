@@ -183,6 +183,7 @@ def start_saver(address: SaverAddress) -> socket.socket:
                 raise
             return sock
     finally:
+        fcntl.flock(starting, fcntl.LOCK_UN)  # a child that another thread has forked meanwhile may have it open, too
         os.close(starting)
 
 
