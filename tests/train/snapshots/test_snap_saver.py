@@ -356,6 +356,20 @@ def test_a_saver_without_a_descriptor_for_a_worker_s_process_serves_it_all_the_s
         assert (worker.local_rank, worker.pidfd) == (0, -1)
 
 
+def test_a_successor_is_told_of_the_newest_failures(memory: Memory) -> None:
+    """Its previous worker had failures all day, and then the save failed that was made after its end."""
+    with saver_here(memory) as (saver, client):
+        for number in range(2 * saver_module.NEWS_MAX):
+            saver._keep_news(0, f"failure {number}")
+        saver._accept_all()
+        (worker,) = saver._workers
+        saver._read(worker)
+        client._receive()
+        assert client._news == [
+            f"failure {number}" for number in range(saver_module.NEWS_MAX, 2 * saver_module.NEWS_MAX)
+        ]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_turned_away(bench: Bench) -> None:
     program = f"""

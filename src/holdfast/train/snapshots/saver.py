@@ -63,7 +63,7 @@ METRICS_MAX = 16
 """Limit of the metrics that the agent gets with each snapshot."""
 METRIC_CHARACTERS_MAX = 64
 NEWS_MAX = 16
-"""Limit of the failures that are kept for the next worker of a rank, when the worker of a save is gone."""
+"""Number of the newest failures that are kept for the next worker of a rank, when the worker of a save is gone."""
 START_AGAIN_S = 0.5
 """Pause after a thread could not be started, because the machine allows no more of them now (s)."""
 NICENESS = 5
@@ -84,8 +84,8 @@ class SaverConnection:
     generation: int = 0
     left: bool = False
     """Whether it has sent "bye"."""
-    failures: list[str] = field(default_factory=list)
-    """Failures and warnings that were sent to the worker; if it dies, it may not have read them."""
+    failures: deque[str] = field(default_factory=lambda: deque(maxlen=NEWS_MAX))
+    """The newest failures and warnings that were sent to the worker; if it dies, it may not have read them."""
 
 
 @dataclass
@@ -368,8 +368,8 @@ class Saver:
             self._crashed = True
             # Only the last failure is news for the agent: the worker has read the earlier ones before it asked for
             # another save.
-            for text in worker.failures[-1:]:
-                self._news_to_agent(text)
+            if worker.failures:
+                self._news_to_agent(worker.failures[-1])
             self._keep_news(worker.local_rank, *worker.failures)
 
     def _regrouped(self, generation: int) -> None:
@@ -517,8 +517,7 @@ class Saver:
 
     def _keep_news(self, local_rank: int, *texts: str) -> None:
         """Keep the texts for the next worker of this rank, which may be connected already."""
-        news = self._news.setdefault(local_rank, [])
-        news.extend(texts[: NEWS_MAX - len(news)])
+        self._news[local_rank] = [*self._news.get(local_rank, ()), *texts][-NEWS_MAX:]
         for worker in self._workers:
             if worker.local_rank == local_rank:
                 self._tell_news(worker)
