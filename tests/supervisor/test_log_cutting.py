@@ -118,6 +118,7 @@ def test_only_lines_with_any_needle() -> None:
         (b"\x1b]0;title\x07a\x1b]0;open\nb \x1bP+q544e\x1b\\c\n", b"a\nb c\n"),
         (b"\b\b\b\brank 7| \x1b[>4;2mall\x7f\n", b"rank 7| all\n"),
         ("\x9b2Jé\tÂ\n".encode(), "2Jé\tÂ\n".encode()),
+        (b"\xc2\x00\x9b2J|\xc2\x1b[K\x9bA|\xc2\xc2\x9b\x9bB|\xc2\xa0\xc2\n", b"\x9b2J|\x9bA|\x9bB|\xc2\xa0\n"),
     ],
 )
 def test_on_a_shared_terminal_colours_stay_and_movements_go(written: bytes, shown: bytes) -> None:

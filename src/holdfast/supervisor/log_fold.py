@@ -23,10 +23,10 @@ _SUSPECT = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 _CONTROL = re.compile(
     rb"\x1b(?!\[[0-9;:]*m)"
     rb"(?:\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|\[[0-?]*[ -/]*[@-~]?|[PX^_][^\x1b\n]*(?:\x1b\\)?|[ -/]*[0-~]?)"
-    rb"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
+    rb"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]|\xc2(?![\xa0-\xbf])[\x80-\x9f]?"
 )
 """Titles and links, cursor movements, device strings, other escapes, and single control characters; no colours. As in
-dashboard/log_text.py, in bytes."""
+dashboard/log_text.py, in bytes: half a character goes, too, since the removal of what follows would complete it."""
 _ESCAPE = b"\x1b["
 _COLOUR_RESET = b"\x1b[0m"
 
