@@ -42,7 +42,7 @@ class Board:
     def __init__(self, nproc: int) -> None:
         """Raises OSError when there is no memory for the board."""
         self._nproc = nproc
-        self._fd = os.memfd_create("holdfast-board")
+        self._fd = os.memfd_create(layout.BOARD_NAME)
         os.truncate(self._fd, layout.size_bytes(nproc))
         self._memory = mmap.mmap(self._fd, layout.size_bytes(nproc))
         self._words = memoryview(self._memory).cast("Q")
