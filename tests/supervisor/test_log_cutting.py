@@ -156,6 +156,21 @@ def test_each_rank_keeps_the_order_of_its_own_lines() -> None:
     ]
 
 
+def test_the_order_of_each_rank_stays_whatever_they_print() -> None:
+    assert folded((0, b"saved\n"), (2, b"saved\nloading\n"), (1, b"loading\nsaved\n")) == [
+        "1| loading",
+        "0,1,2| saved (×3)",
+        "2| loading",
+    ]
+    for seed in range(300):
+        draw = random.Random(seed)
+        said = [(draw.randrange(4), draw.choice("xyz")) for _ in range(draw.randint(2, 20))]
+        shown = folded(*((rank, f"{text}\n".encode()) for rank, text in said))
+        for rank in range(4):
+            texts = [line.split()[1] for line in shown if str(rank) in line.partition("|")[0].split(",")]
+            assert texts == [text for teller, text in said if teller == rank], f"seed {seed}, rank {rank}"
+
+
 def test_a_line_that_comes_later_elsewhere_is_not_drawn_forward() -> None:
     shown = folded((0, b"a\nb\n"), (1, b"b\na\n"))
     assert [line for line in shown if line.startswith(("0|", "0,1|"))] in (
