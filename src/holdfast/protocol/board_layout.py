@@ -14,7 +14,7 @@ BOARD_NAME = "holdfast-board"
 
 WORD_BYTES = 8
 SLOT_WORDS = 24
-"""Size of a slot and of the header: three cache lines, of which the second changes with every step."""
+"""Size of a slot and of the header: three cache lines, of which the first two change with every step."""
 
 # The header's words.
 HELD = 0

@@ -342,14 +342,20 @@ def test_a_save_waits_where_the_machine_allows_no_more_threads(
     assert list(committed(tmp_path)) == [1]
 
 
-def test_a_saver_without_a_descriptor_for_a_worker_s_process_serves_it_all_the_same(
+def test_a_saver_that_has_no_descriptor_left_serves_a_worker_all_the_same(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*_: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "pidfd_open", none_left)
+    pauses: list[float] = []
     with saver_here(memory) as (saver, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", none_left)
+            patch.setattr(saver_module.time, "sleep", pauses.append)
+            saver._accept_all()
+        assert pauses == [saver_module.ACCEPT_AGAIN_S], "its loop would spin"
         saver._accept_all()
         (worker,) = saver._workers
         saver._read(worker)

@@ -64,6 +64,8 @@ METRICS_MAX = 16
 METRIC_CHARACTERS_MAX = 64
 NEWS_MAX = 16
 """Number of the newest failures that are kept for the next worker of a rank, when the worker of a save is gone."""
+ACCEPT_AGAIN_S = 0.1
+"""Pause after a connection could not be accepted because this process has no descriptor left (s)."""
 START_AGAIN_S = 0.5
 """Pause after a thread could not be started, because the machine allows no more of them now (s)."""
 NICENESS = 5
@@ -218,7 +220,10 @@ class Saver:
         """Accept one connection; False: there is none."""
         try:
             sock, _ = self._listening.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        except OSError:  # no descriptor is left: the socket stays readable, and the loop would spin
+            time.sleep(ACCEPT_AGAIN_S)
             return False
         pid, uid = seqpacket.peer(sock)
         if uid != os.geteuid():
