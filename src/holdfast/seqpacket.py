@@ -27,6 +27,8 @@ PACKET_BYTES_MAX = 64 * 1024
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 """Length of a message, far above any environment that the kernel would accept at exec."""
 DESCRIPTORS_MAX = 64
+POLL_MS_MAX = 2**31 - 1
+"""The longest wait of poll(2): 24 days. Python refuses a longer one."""
 CREDENTIALS = struct.Struct("3i")
 """Layout of SO_PEERCRED: process, user, group."""
 LONG = b"0"
@@ -51,7 +53,7 @@ def is_readable(fd: int | socket.socket, within_s: float = 0.0) -> bool:
     """Whether there is something to read or to accept, or a process has ended."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
-    return bool(poller.poll(within_s * 1000))
+    return bool(poller.poll(min(within_s * 1000, POLL_MS_MAX)))
 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from msgspec import structs
 
+from holdfast import seqpacket
 from holdfast.agent.events import (
     Event,
     FailureRead,
@@ -447,6 +448,41 @@ async def test_a_worker_that_sends_nonsense_is_not_able_any_more() -> None:
     finally:
         channel.close()
     assert told == [(3, SaysReady())] * 4
+
+
+async def test_what_a_worker_has_sent_is_read_though_it_takes_no_order_any_more() -> None:
+    """Its training function has returned when the others are regrouped. This process stands for the worker."""
+    told: list[object] = []
+    name = f"\0holdfast-test-{os.getpid()}".encode()
+    channel = WorkerChannel(name, lambda: {3: os.getpid()}, lambda _, message: told.append(message), told.append)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+            worker.connect(name)
+            channel.catch_up()
+            worker.send(b'{"is": "unable"}')
+        channel.send(3, {"do": "release"})
+        channel.catch_up()
+    finally:
+        channel.close()
+    assert told == [SaysUnable()]
+
+
+async def test_a_process_of_another_container_is_no_worker_that_is_being_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both have the number 0."""
+    told: list[object] = []
+    name = f"\0holdfast-test-{os.getpid()}".encode()
+    channel = WorkerChannel(name, lambda: {3: 0}, lambda _, message: told.append(message), told.append)
+    monkeypatch.setattr(seqpacket, "peer", lambda _: (0, os.geteuid()))
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(name)
+            stranger.send(b'{"is": "able", "generation": 2}')
+            channel.catch_up()
+    finally:
+        channel.close()
+    assert told == []
 
 
 async def test_what_a_worker_has_sent_on_its_older_connection_comes_first() -> None:

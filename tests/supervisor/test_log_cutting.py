@@ -118,6 +118,7 @@ def test_only_lines_with_any_needle() -> None:
         (b"\x1b]0;title\x07a\x1b]0;open\nb \x1bP+q544e\x1b\\c\n", b"a\nb c\n"),
         (b"\b\b\b\brank 7| \x1b[>4;2mall\x7f\n", b"rank 7| all\n"),
         ("\x9b2Jé\tÂ\n".encode(), "2Jé\tÂ\n".encode()),
+        (b"\xc2\x00\x9b2J|\xc2\x1b[K\x9bA|\xc2\xc2\x9b\x9bB|\xc2\xa0\xc2\n", b"\x9b2J|\x9bA|\x9bB|\xc2\xa0\n"),
     ],
 )
 def test_on_a_shared_terminal_colours_stay_and_movements_go(written: bytes, shown: bytes) -> None:
@@ -153,6 +154,21 @@ def test_each_rank_keeps_the_order_of_its_own_lines() -> None:
         "2| rank 2 is up",
         "0,1,2| training (×3)",
     ]
+
+
+def test_the_order_of_each_rank_stays_whatever_they_print() -> None:
+    assert folded((0, b"saved\n"), (2, b"saved\nloading\n"), (1, b"loading\nsaved\n")) == [
+        "1| loading",
+        "0,1,2| saved (×3)",
+        "2| loading",
+    ]
+    for seed in range(300):
+        draw = random.Random(seed)
+        said = [(draw.randrange(4), draw.choice("xyz")) for _ in range(draw.randint(2, 20))]
+        shown = folded(*((rank, f"{text}\n".encode()) for rank, text in said))
+        for rank in range(4):
+            texts = [line.split()[1] for line in shown if str(rank) in line.partition("|")[0].split(",")]
+            assert texts == [text for teller, text in said if teller == rank], f"seed {seed}, rank {rank}"
 
 
 def test_a_line_that_comes_later_elsewhere_is_not_drawn_forward() -> None:

@@ -135,6 +135,20 @@ def test_a_look_that_fails_shows_nobody_and_ends_nothing(monkeypatch: pytest.Mon
     assert samples_of(3) == ((), ["look: can't start new thread"])
 
 
+def test_a_board_that_is_closed_during_a_look_is_no_fault() -> None:
+    """The workers have ended meanwhile, and others are started."""
+
+    async def close_and_look(post: Post) -> None:
+        post.observer.stop()
+        looking = asyncio.create_task(post.observer.samples(3, {0: os.getpid()}))
+        await asyncio.sleep(0)  # it has begun
+        post.board.close()
+        await looking
+        post.board = Board(1)
+
+    assert observe(close_and_look).faults == []
+
+
 # --- the pipe of the board: what workers report, and what anything else writes there ----------------------------------
 
 

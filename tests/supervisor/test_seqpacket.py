@@ -77,6 +77,13 @@ def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
     assert seqpacket.receive(ours) is None
 
 
+def test_a_wait_may_be_longer_than_the_kernel_s_longest(pair: Pair) -> None:
+    """Of a snapshot of 50 TB, which is read at 20 MB/s at least."""
+    ours, theirs = pair
+    seqpacket.send(theirs, {})
+    assert seqpacket.is_readable(ours, 50e12 / 20e6)
+
+
 def test_limits(pair: Pair) -> None:
     ours, _ = pair
     with pytest.raises(ValueError, match="above the limits"):

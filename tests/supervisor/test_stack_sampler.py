@@ -506,7 +506,7 @@ def test_a_spy_that_does_not_end_is_ended_by_the_next_look(
     assert "py-spy" not in Path(sample.file).read_text()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
 def test_what_others_put_in_the_place_of_a_trace_is_left_alone(
     board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -515,12 +515,16 @@ def test_what_others_put_in_the_place_of_a_trace_is_left_alone(
     process = start(SLEEPS)
     if kind == "pipe":
         os.mkfifo(tmp_path / "trace_4")
+    elif kind == "folder":
+        (tmp_path / "trace_4").mkdir()
     else:
         (tmp_path / "secret").write_text("of mine")
         (tmp_path / "trace_4").symlink_to(tmp_path / "secret")
+    before = len(os.listdir("/proc/self/fd"))
     (sample,) = look(board, process, folder=tmp_path)
     assert sample.file
     assert list((tmp_path / "stacks").glob("*nccl*")) == []
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_disk_that_stalls_is_waited_for_by_one_thread(

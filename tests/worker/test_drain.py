@@ -45,6 +45,18 @@ def test_an_agent_that_is_gone_asks_nothing() -> None:
     assert not SafePoints("/proc/0/fd/7@8").reach()
 
 
+def test_what_has_the_number_of_a_board_that_is_gone_is_left_alone(tmp_path: Path) -> None:
+    """The variable has come into a job that a worker has submitted, or into a container."""
+    (tmp_path / "file").write_bytes(bytes(layout.size_bytes(1)))
+    reading, writing = os.pipe()
+    with (tmp_path / "file").open("r+b") as file:
+        for fd in (file.fileno(), writing):
+            assert not SafePoints(f"/proc/{os.getpid()}/fd/{fd}@{layout.slot(0)}").reach()
+    os.close(reading)
+    os.close(writing)
+    assert not any((tmp_path / "file").read_bytes())
+
+
 def test_safe_points_are_counted(board: Board) -> None:
     ranks = [SafePoints(board.address(rank)) for rank in range(2)]
     assert board.reached() == 0

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 BOARD_VARIABLE = "HOLDFAST_BOARD"
 """Variable of a worker's environment: `PATH@SLOT`, the board's file and the first word of this worker's slot."""
+BOARD_NAME = "holdfast-board"
+"""Name of the board's memory file, by which a process sees that it has a board before it."""
 
 WORD_BYTES = 8
 SLOT_WORDS = 24
-"""Size of a slot and of the header: three cache lines, of which the second changes with every step."""
+"""Size of a slot and of the header: three cache lines, of which the first two change with every step."""
 
 # The header's words.
 HELD = 0

@@ -42,7 +42,7 @@ class Board:
     def __init__(self, nproc: int) -> None:
         """Raises OSError when there is no memory for the board."""
         self._nproc = nproc
-        self._fd = os.memfd_create("holdfast-board")
+        self._fd = os.memfd_create(layout.BOARD_NAME)
         os.truncate(self._fd, layout.size_bytes(nproc))
         self._memory = mmap.mmap(self._fd, layout.size_bytes(nproc))
         self._words = memoryview(self._memory).cast("Q")
@@ -67,7 +67,9 @@ class Board:
 
     def recorder(self, local_rank: int) -> tuple[int, int]:
         """The worker's own descriptor of the pipe for questions about its collectives, and the pipe's inode; 0: it
-        answers none."""
+        answers none, or the board is closed: a look may last longer. Call it on the loop, as close()."""
+        if self._memory.closed:
+            return 0, 0
         at = layout.slot(local_rank)
         return self._words[at + layout.RECORDER], self._words[at + layout.RECORDER_PIPE]
 

@@ -114,6 +114,8 @@ class WorkerChannel:
         if connection is not None:
             try:
                 seqpacket.send(connection, message)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # it has closed its end: what it has sent before is still to be read, and then the end
             except OSError:
                 self.forget(local_rank)
 
@@ -167,8 +169,9 @@ class WorkerChannel:
             return False
         connection.setblocking(False)
         pid, uid = seqpacket.peer(connection)
-        # Abstract names have no permissions: any user of the machine can connect.
-        if uid in (0, os.geteuid()):
+        # Abstract names have no permissions: any user of the machine can connect. So can processes of other containers.
+        # Their number is 0 here, which is also that of a worker that is being started.
+        if pid and uid in (0, os.geteuid()):
             self._admit(pid, connection)
         else:
             connection.close()

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, BinaryIO, Protocol
 
 from msgspec import DecodeError, Meta, Struct, json, structs
 
@@ -141,8 +141,8 @@ class StackFiles:
 
     def _copy(self, path: str, at: Path, rank: int) -> bool:
         """Copy this trace. Returns False if it is no file of ours, or older than this generation."""
-        # In /tmp any user may have put a pipe, or a link, under that name.
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        # In /tmp any user may have put a pipe, a folder, or a link, under that name.
+        with _opened(path, os.O_NOFOLLOW) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 return False
@@ -182,6 +182,12 @@ class StackFiles:
             if text:
                 with contextlib.suppress(OSError):
                     await run_detached(functools.partial(_append, sample.file, text))
+
+
+def _opened(path: str, flags: int = 0) -> BinaryIO:
+    """The file, open to read; a pipe is not waited for. OSError."""
+    # By an opener: `open` of a descriptor that is a folder's fails, and leaves it open.
+    return open(path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags))
 
 
 def _collective_line(each: Collective) -> str:
@@ -412,8 +418,9 @@ class StackSampler:
                 handled = await run_detached(lambda: self._ask_handled(may))
                 samples = tuple(structs.replace(each, handles=handled.get(each.local_rank, "")) for each in samples)
 
-            if any(self._board.recorder(sample.local_rank)[0] for sample in samples):
-                samples = await run_detached(lambda: self._with_collectives(samples))
+            recorders = {sample.local_rank: self._board.recorder(sample.local_rank) for sample in samples}
+            if any(pipe for pipe, _ in recorders.values()):
+                samples = await run_detached(lambda: self._with_collectives(samples, recorders))
 
             if folder is None or not samples or self._at_disk:
                 return samples
@@ -475,8 +482,11 @@ class StackSampler:
             self._handled[places[rank]] = _handled_words(text)
         return {rank: self._handled[place] for rank, place in places.items()}
 
-    def _with_collectives(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
-        """Add the collectives that torch's flight recorder has. Blocks."""
+    def _with_collectives(
+        self, samples: tuple[RankSample, ...], recorders: Mapping[int, tuple[int, int]]
+    ) -> tuple[RankSample, ...]:
+        """Add the collectives that torch's flight recorder has. `recorders`: the pipe of each worker, by local rank.
+        Blocks."""
         self._questions += 1
         fds: dict[int, int] = {}
         try:
@@ -485,9 +495,7 @@ class StackSampler:
             asked = [
                 sample.local_rank
                 for sample in samples
-                if _ask_recorder(
-                    sample.pid, *self._board.recorder(sample.local_rank), fds[sample.local_rank], self._questions
-                )
+                if _ask_recorder(sample.pid, *recorders[sample.local_rank], fds[sample.local_rank], self._questions)
             ]
             answers: dict[int, _RecorderAnswer] = {}
             deadline = time.monotonic() + RECORDED_S_MAX
@@ -700,7 +708,7 @@ def _with_source(sample: RankSample) -> tuple[RankSample, bytes]:
         return sample, b""
     frame = sample.frames[index]
     try:
-        with open(os.open(frame.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with _opened(frame.file) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return sample, b""  # /dev/fd/63, a pipe
             program = file.read(SOURCE_BYTES_MAX)

@@ -24,6 +24,24 @@ READ_AGAIN_S = 0.001
 """Pause between two reads of the board by a worker that is held at a safe point until the agents agree."""
 
 
+def _words_of(path: str) -> memoryview | None:
+    """The words of the board with this path, mapped; None: the agent is gone."""
+    import mmap
+
+    try:
+        # The variable may outlive its agent, as in a job that a worker has submitted, or come into a container with
+        # other process numbers. The path then leads to any file of any process, into which we would write.
+        if not os.readlink(path).startswith(f"/memfd:{layout.BOARD_NAME}"):
+            return None
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return memoryview(mmap.mmap(fd, 0)).cast("Q")
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+
+
 # --- signs of progress ------------------------------------------------------------------------------------------------
 
 
@@ -38,19 +56,10 @@ class _Beats:
 
     def _open(self, address: str) -> memoryview | None:
         path, _, slot = address.rpartition("@")
-        if not path:
+        words = _words_of(path) if path else None
+        if words is None:
             return None
-        import mmap
-
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                self._slot = int(slot)
-                words = memoryview(mmap.mmap(fd, 0)).cast("Q")
-            finally:
-                os.close(fd)
-        except (OSError, ValueError):
-            return None  # the agent is gone
+        self._slot = int(slot)
         # Children of the worker inherit the variable, but must not write. A worker without our bootstrap has no PID on
         # the board before it asks for a safe point: it leads its session.
         worker = words[self._slot + layout.PID] or os.getsid(0)
@@ -243,17 +252,10 @@ class SafePoints:
 
 def _open(address: str) -> _Slot | None:
     """Map this worker's slot; None: the agent is gone, or the slot is that of another process."""
-    import mmap
-
     path, _, slot = address.rpartition("@")
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    words = _words_of(path)
+    if words is None:
         return None
-    try:
-        words = memoryview(mmap.mmap(fd, 0)).cast("Q")
-    finally:
-        os.close(fd)
     mine = int(slot) + layout.PID
     # Another process is the worker: this is one of its children, which inherits the variable
     # (test_a_child_of_a_worker_has_no_say).

@@ -92,6 +92,10 @@ async def test_a_saver_that_cannot_be_started_is_reported_once(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
         worker.connect(f"{folder}/{SOCKET}")
         await bench.until(lambda: bool(notices))
+        worker.settimeout(limit_s(20))
+        assert seqpacket.receive(worker) is None, "it is not left waiting for answers"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker, pytest.raises(ConnectionRefusedError):
+        worker.connect(f"{folder}/{SOCKET}")
     await host.close(None)
     (notice,) = notices
     assert "could not be started: No such file or directory" in notice

@@ -24,7 +24,7 @@ from snapshot_ranks import ranks
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.protocol.board_layout import BOARD_VARIABLE, SAFE_POINT, SAVE_POINT, SLOT_WORDS, WORD_BYTES
+from holdfast.protocol.board_layout import BOARD_NAME, BOARD_VARIABLE, SAFE_POINT, SAVE_POINT, SLOT_WORDS, WORD_BYTES
 from holdfast.train.snapshots import folder as folders
 
 CALLS = 24
@@ -76,12 +76,14 @@ def in_turn(rank: int, call: int) -> bool:
     return call % 2 == rank
 
 
-def board(folder: Path, word: int, value: int, world: int) -> None:
-    """As an agent asks for something at a safe point."""
+def board(word: int, value: int, world: int) -> int:
+    """As an agent asks for something at a safe point. Returns the board's descriptor."""
     words = memoryview(bytearray((1 + world) * SLOT_WORDS * WORD_BYTES)).cast("Q")
     words[word] = value
-    (folder / f"board.{word}").write_bytes(words)
-    os.environ[BOARD_VARIABLE] = f"{folder / f'board.{word}'}@"
+    fd = os.memfd_create(BOARD_NAME)
+    os.write(fd, words)
+    os.environ[BOARD_VARIABLE] = f"/proc/{os.getpid()}/fd/{fd}@"
+    return fd
 
 
 def with_board(work: Callable[[], Any]) -> Any:
@@ -99,11 +101,12 @@ def main(folder: Path) -> dict[str, Any]:
     said = ranks(2, partial(job, folder / "turns", in_turn, every="6 steps", memory_every=None), "turns")
     found["in turn"] = {"said": said, "steps": steps(folder / "turns")}
     for what, word in (("stop", SAFE_POINT), ("save", SAVE_POINT)):
-        board(folder, word, 6, 3)
+        fd = board(word, 6, 3)
         work = partial(left, folder / what, alone, every="1h", memory_every=None)
         said = ranks(3, partial(with_board, work), what)
         found[what] = {"said": said, "steps": steps(folder / what)}
         del os.environ[BOARD_VARIABLE]
+        os.close(fd)
     return found
 
 

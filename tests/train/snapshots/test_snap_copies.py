@@ -29,6 +29,7 @@ from holdfast.train.snapshots.copy_service import CopyService, all_slots, fetch
 from holdfast.train.snapshots.mapping import Mappings
 from holdfast.train.snapshots.saver_connection import key_of_life
 from holdfast.train.snapshots.slots import COUNT_MAX, Slot, SlotOwner, Slots, lend
+from tests.supervisor.conftest import no_threads
 from tests.support.limits import limit_s, until
 from tests.train.snapshots.saves import put
 
@@ -170,6 +171,25 @@ def test_a_state_that_is_held_is_not_staged_into(pair: tuple[Node, Node]) -> Non
     for step in (7, 8):
         a.stage(step)
         assert sorted(each.step for each in a.slots.committed()) == [5, 6, step]
+
+
+@pytest.mark.parametrize("lacks", ["the address", "threads"])
+def test_what_cannot_be_served_now_is_served_later(
+    pair: tuple[Node, Node], lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = pair[0]
+    packet = {"word": "a life", "host": HOST, "bytes_s": 0.0}
+    if lacks == "threads":
+        node.service.close()
+        node.service = CopyService(node.folder, Mappings())
+        with no_threads(monkeypatch):
+            answer = node.service.served(packet)
+        assert "no more threads" in answer["text"]
+    else:
+        answer = node.service.served({**packet, "host": "256.0.0.1"})
+    assert answer["port"] == 0
+    answer = node.service.served(packet)
+    assert (answer["port"] > 0, answer["text"]) == (True, "")
 
 
 def test_copies_of_earlier_lives_go_when_all_have_one_of_this(pair: tuple[Node, Node]) -> None:

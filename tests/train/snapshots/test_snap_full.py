@@ -34,6 +34,7 @@ from holdfast.train.snapshots.read_back import ReadBacks
 from holdfast.train.snapshots.refusals import Refusals
 from holdfast.train.snapshots.saver_connection import Packet
 from holdfast.train.snapshots.slots import SlotOwner, Slots, lend
+from tests.supervisor.conftest import no_threads
 from tests.support.breaking_disks import BreakingDisk, over_quota
 from tests.support.limits import limit_s
 from tests.train.snapshots.saves import Memory, newest, put, save
@@ -157,11 +158,16 @@ def test_rank_0_does_not_wait_where_a_quota_forbids_notes_and_renames(tmp_path: 
             commit(ranks[0], patience=600)
 
 
-def test_a_refusal_that_a_quota_forbids_is_left_when_there_is_room_again(tmp_path: Path) -> None:
+def test_a_refusal_that_a_quota_forbids_is_left_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 begins to wait when the quota is raised already: it sees nothing wrong with the disk."""
     with over_quota(tmp_path) as disk:
         ranks, why = refused_by(disk)
-        Refusals().insist(ranks[1], why)
+        refusals = Refusals()
+        with no_threads(monkeypatch):
+            refusals.insist(ranks[1], why)
+        refusals.insist(ranks[1], why)
         assert ranks[0].attempt_path.exists()
         disk.recovers()
         with pytest.raises(SnapshotIncompleteError, match=rf"(?s)rank 1: .*{disk.reason}"):

@@ -11,10 +11,22 @@ from pathlib import Path
 import pytest
 
 from holdfast.train.snapshots.changes import Keep, SaveRequest, begin, prune
-from holdfast.train.snapshots.flush import PATIENCE_S, Inventory, PendingFlush, StepInMemory, rescue_attempt
+from holdfast.train.snapshots.flush import (
+    PATIENCE_S,
+    Inventory,
+    PendingFlush,
+    Save,
+    StepInMemory,
+    carry_out,
+    rescue_attempt,
+)
 from holdfast.train.snapshots.folder import being_written
+from holdfast.train.snapshots.mapping import Mappings
+from holdfast.train.snapshots.read_back import ReadBacks
+from holdfast.train.snapshots.refusals import Refusals
 from holdfast.train.snapshots.saver_client import SaverClient
-from holdfast.train.snapshots.slots import SlotOwner, Slots, release
+from holdfast.train.snapshots.saver_connection import Packet
+from holdfast.train.snapshots.slots import SlotOwner, Slots, lend, release
 from tests.support.limits import limit_s, until
 from tests.train.snapshots.saves import Memory, is_whole, newest, put
 from tests.train.snapshots.test_snap_saver import SIZE, committed, run, run_lives
@@ -192,3 +204,23 @@ def test_a_rescue_that_waits_for_another_node_ends_when_the_next_life_goes_on_fr
     following.check()
     own.close()
     following.close()
+
+
+@pytest.mark.parametrize("after_crash", [False, True])
+def test_a_store_whose_driver_the_saver_lacks_is_an_answer_and_frees_the_slot(
+    memory: Memory, after_crash: bool
+) -> None:
+    """The worker would wait ten minutes for it, and the end of the job, too."""
+    own = Slots(memory.path, SlotOwner(0))
+    slot = put(own, 40, bytes(4096), SaveRequest("nodriver://bucket/run", 40, rescue_attempt(), 0, 1, {"save": 1}))
+    assert slot.request is not None
+    step = StepInMemory(40, 1)
+    flush = PendingFlush({step: (slot, slot.request)}, Inventory((step,), -1, -1), step) if after_crash else None
+    told: list[Packet] = []
+    save = Save(lend(slot), slot.sequence, slot.request, 1.0, 0, Mappings(), Refusals(), flush)
+    carry_out(save, ReadBacks(lambda: False), told.append)
+    assert [each["is"] for each in told] == ["failed"]
+    assert "nodriver" in told[0]["text"]
+    for later in (41, 42):
+        put(own, later, bytes(4096))
+    own.close()

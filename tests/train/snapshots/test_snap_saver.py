@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,17 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.train.snapshots import changes, slots
+from holdfast.train.snapshots import changes, saver_client, saver_connection, slots
 from holdfast.train.snapshots import folder as snapshots
+from holdfast.train.snapshots import saver as saver_module
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.flush import rescue_attempt
 from holdfast.train.snapshots.layout import record_file
+from holdfast.train.snapshots.saver import Saver
 from holdfast.train.snapshots.saver_client import SaverClient
 from holdfast.train.snapshots.saver_connection import SaverAddress
 from tests.support.limits import limit_s, until
-from tests.train.snapshots.saves import SIZE, WAIT_S, Bench, savers
+from tests.train.snapshots.saves import SIZE, WAIT_S, Bench, Memory, savers
 
 WORKER = """
 import os, signal, sys, time
@@ -187,6 +192,19 @@ def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     assert content(bench.folder, 2) == b"\2" * SIZE
 
 
+def test_a_slot_that_nobody_saves_is_waited_for_with_a_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node reads both, or a process that was forked at the wrong moment keeps their locks."""
+    monkeypatch.setattr(saver_client, "PATIENCE_S", 0.05)
+    locks = [slots.lend(bench.stage(step)) for step in (1, 2)]
+    os.kill(bench.saver, signal.SIGKILL)
+    until(lambda: (bench.client._receive(), bench.client._sock is None)[1], "its end is seen")
+    with pytest.raises(SnapshotIncompleteError, match="step 3 was not saved"):
+        bench.client.stage(3, SIZE, wait=True)
+    for each in locks:
+        slots.release(each)
+    assert bench.client.stage(3, SIZE, wait=True) is not None
+
+
 def test_a_saver_that_just_starts_is_waited_for_only_by_who_needs_its_address(bench: Bench) -> None:
     saver = bench.saver
     os.kill(saver, signal.SIGSTOP)
@@ -291,6 +309,71 @@ def test_a_descriptor_that_is_no_slot_is_an_error(bench: Bench, tmp_path: Path) 
         got = seqpacket.receive(sock)
         assert got is not None
         assert (got[0]["is"], got[0]["id"], got[0]["code"]) == ("failed", 7, "HF401")
+
+
+@contextlib.contextmanager
+def saver_here(memory: Memory) -> Iterator[tuple[Saver, SaverClient]]:
+    """A saver that runs in this process, after the block, and a worker that has connected to it."""
+    saver = Saver(memory.path, memory_folder.listen(memory.path / memory_folder.SOCKET), None)
+    with contextlib.closing(SaverClient(SaverAddress(memory.path, 0, 0, 0))) as client:
+        yield saver, client
+    saver.run()
+    memory.held.remove()
+
+
+def test_a_save_waits_where_the_machine_allows_no_more_threads(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saver ended by it, and with it the saves of all ranks of the node."""
+    monkeypatch.setattr(saver_module, "START_AGAIN_S", 0.01)
+    start, refusals = threading.Thread.start, [RuntimeError("can't start new thread")] * 3
+
+    def refused_at_first(thread: threading.Thread) -> None:
+        if refusals:
+            raise refusals.pop()
+        start(thread)
+
+    with saver_here(memory) as (_, client):
+        assert client.stage(1, SIZE) is not None
+        client.commit(None)
+        client.persist(SaveRequest(str(tmp_path), 1, changes.begin(tmp_path, 1), 0, 1))
+        monkeypatch.setattr(threading.Thread, "start", refused_at_first)
+    assert refusals == []
+    assert list(committed(tmp_path)) == [1]
+
+
+def test_a_saver_that_has_no_descriptor_left_serves_a_worker_all_the_same(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    pauses: list[float] = []
+    with saver_here(memory) as (saver, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", none_left)
+            patch.setattr(saver_module.time, "sleep", pauses.append)
+            saver._accept_all()
+        assert pauses == [saver_module.ACCEPT_AGAIN_S], "its loop would spin"
+        saver._accept_all()
+        (worker,) = saver._workers
+        saver._read(worker)
+        assert (worker.local_rank, worker.pidfd) == (0, -1)
+
+
+def test_a_successor_is_told_of_the_newest_failures(memory: Memory) -> None:
+    """Its previous worker had failures all day, and then the save failed that was made after its end."""
+    with saver_here(memory) as (saver, client):
+        for number in range(2 * saver_module.NEWS_MAX):
+            saver._keep_news(0, f"failure {number}")
+        saver._accept_all()
+        (worker,) = saver._workers
+        saver._read(worker)
+        client._receive()
+        assert client._news == [
+            f"failure {number}" for number in range(saver_module.NEWS_MAX, 2 * saver_module.NEWS_MAX)
+        ]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -450,6 +533,28 @@ saver.close()
     assert {each[1] for each in told} == {"1"}
     assert len({each[0] for each in told}) == 1
     until(lambda: not Path(told[0][0]).exists(), "the shared-memory folder is gone")
+
+
+def test_a_child_that_is_forked_while_a_saver_starts_keeps_no_other_from_starting(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data loader's process has the descriptors of that moment as long as it lives."""
+    inherited: list[int] = []
+
+    def forked_meanwhile(*_: object) -> None:
+        files = [
+            path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.readlink().name == "starting"
+        ]
+        inherited.extend(os.dup(int(path.name)) for path in files)
+
+    monkeypatch.setattr(saver_connection, "START_LIMIT_S", 0.0)
+    monkeypatch.setattr(saver_connection, "_run_apart", forked_meanwhile)
+    for _ in range(2):
+        saver_connection.start_saver(memory.address()).close()
+    assert len(inherited) >= 2
+    for each in inherited:
+        os.close(each)
+    memory.held.remove()
 
 
 def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:

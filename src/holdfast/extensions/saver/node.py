@@ -144,21 +144,18 @@ class OnNode(NodeExtension):
             self.node.supervisor.remove_at_end(str(self._memory_folder.path))
         if self._saver.running:
             self._ended("was killed with the supervisor")
-        elif self._listening is not None and self._failures < FAILURES_MAX:
+        elif self._listening is not None:
             self._loop.add_reader(self._listening, self._start)
 
     async def close(self, outcome: Outcome | None) -> None:  # noqa: ARG002
         """Wait for saves in flight, then end the saver and remove the shared-memory folder."""
         if self._memory_folder is None:
             return
-        assert self._listening is not None
-        if not self._saver.running and self._failures < FAILURES_MAX and seqpacket.is_readable(self._listening):
+        if self._listening is not None and not self._saver.running and seqpacket.is_readable(self._listening):
             self._start()  # a worker left a save a moment ago, and died
         if self._saver.running:
             await self._finish()
-        self._loop.remove_reader(self._listening)
-        self._listening.close()
-        self._listening = None
+        self._stop_listening()
         self._saver.drop()
         if self._cleaning is not None:
             await self._cleaning
@@ -202,6 +199,12 @@ class OnNode(NodeExtension):
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._start)
         self._cleaning = self._loop.create_task(asyncio.to_thread(clean))
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._loop.remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
 
     def _start(self) -> None:
         """Start the saver. A worker has connected, or a node needs states."""
@@ -247,6 +250,7 @@ class OnNode(NodeExtension):
             if self._listening is not None:
                 self._loop.add_reader(self._listening, self._start)
         elif self._failures == FAILURES_MAX:
+            self._stop_listening()  # workers must see it: they save by themselves then, or get an error
             self.node.say(f"snapshots: the process that writes them {why}. It is not started again.")
 
 

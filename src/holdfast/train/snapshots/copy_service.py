@@ -117,20 +117,30 @@ class CopyService:
             if self._listening is None or self._host != host:
                 if self._listening is not None:
                     self._listening.shutdown(socket.SHUT_RDWR)
-                family, at = socket.AF_INET6 if ":" in host else socket.AF_INET, "" if " " in host else host
-                dual = not at and family == socket.AF_INET6
-                self._listening = socket.create_server((at, 0), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+                    self._listening = None
+                self._listening, self._accepting = self._listen(host)
                 self._host = host
-                self._accepting = threading.Thread(target=self._accept_all, args=(self._listening,), daemon=True)
-                self._accepting.start()
             port: int = self._listening.getsockname()[1]
             return port
 
+    def _listen(self, host: str) -> tuple[socket.socket, threading.Thread]:
+        """A socket at this address, and the thread that accepts its connections. OSError."""
+        family, at = socket.AF_INET6 if ":" in host else socket.AF_INET, "" if " " in host else host
+        dual = not at and family == socket.AF_INET6
+        listening = socket.create_server((at, 0), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+        accepting = threading.Thread(target=self._accept_all, args=(listening,), daemon=True)
+        try:
+            accepting.start()
+        except RuntimeError:
+            listening.close()
+            raise OSError(errno.EAGAIN, "the machine allows no more threads now") from None
+        return listening, accepting
+
     def served(self, packet: Packet) -> Packet:
         """The answer to a worker's "serve" (saver_connection.py). Raises ValueError for a wrong packet."""
-        key, host = key_of_life(self._folder, field_of(packet, "word", str)), field_of(packet, "host", str)
+        word, host, bytes_s = (field_of(packet, *each) for each in (("word", str), ("host", str), ("bytes_s", float)))
         try:
-            port, why = self.serve(key, host, field_of(packet, "bytes_s", float)), ""
+            port, why = self.serve(key_of_life(self._folder, word), host, bytes_s), ""
         except OSError as error:
             port, why = 0, f"{host}: {error.strerror}"
         return {"is": "serving", "port": port, "text": why}

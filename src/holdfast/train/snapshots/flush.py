@@ -26,7 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
+from holdfast.protocol.errors import (
+    HoldfastError,
+    SnapshotDamagedError,
+    SnapshotError,
+    SnapshotIncompleteError,
+    SnapshotWriteError,
+)
 from holdfast.train.snapshots import disk, slots
 from holdfast.train.snapshots.changes import SaveRequest, abandon, commit, refuse
 from holdfast.train.snapshots.folder import attempt_location, entries, first_of, inspect, is_being_written
@@ -52,6 +58,8 @@ newer: they read its list at once."""
 POLL_S = 0.02
 """Pause between two looks into a snapshot folder on a file system (s)."""
 INVENTORY_BYTES_MAX = 1 << 16
+UNLISTED = OSError, HoldfastError
+"""Errors of a listing. The second: this process may lack the driver of an object store that the worker has."""
 
 
 def rescue_attempt() -> int:
@@ -187,7 +195,7 @@ def _has_meeting_place(request: SaveRequest) -> bool:
     """Whether rank 0's meeting place is there; its step may be another one. True where that is not known."""
     try:
         found = disk.listed(location_of(request.folder))
-    except OSError:
+    except UNLISTED:
         return True
     number = meeting_number(request.attempt)
     return any((named := parse_name(name)) is not None and named.key.attempt == number for name in found)
@@ -258,7 +266,7 @@ def newest_on_disk(folder: str) -> int:
     """The newest committed step that is not suspect, by its name; -1: none. It is validated only when it is loaded."""
     try:
         ours, marks = entries(location_of(folder))
-    except OSError:
+    except UNLISTED:
         return -1
     steps = (named.key.step for _, named in ours if named.kind is FolderKind.COMMITTED and named.key not in marks)
     return max(steps, default=-1)
@@ -432,7 +440,7 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
     wait any longer for ranks that died before they had handed over their part."""
     try:
         found, _ = entries(location_of(request.folder))
-    except OSError:
+    except UNLISTED:
         return []
     return [
         SaveRequest(request.folder, *named.key, 0, request.world)

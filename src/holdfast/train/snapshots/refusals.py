@@ -8,6 +8,7 @@ that wrote was killed: then the worker leaves the refusal.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import NamedTuple
@@ -40,8 +41,9 @@ class Refusals:
         with self._lock:
             self._unreported.append(_Unreported(request, why, time.monotonic() + PATIENCE_S))
             if not self._at_work:
-                self._at_work = True
-                threading.Thread(target=self._work, name="holdfast-refusals", daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # no more threads now: the next refusal starts one for both
+                    threading.Thread(target=self._work, name="holdfast-refusals", daemon=True).start()
+                    self._at_work = True
 
     def _work(self) -> None:
         while True:

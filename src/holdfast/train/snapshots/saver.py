@@ -38,6 +38,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,7 +63,11 @@ METRICS_MAX = 16
 """Limit of the metrics that the agent gets with each snapshot."""
 METRIC_CHARACTERS_MAX = 64
 NEWS_MAX = 16
-"""Limit of the failures that are kept for the next worker of a rank, when the worker of a save is gone."""
+"""Number of the newest failures that are kept for the next worker of a rank, when the worker of a save is gone."""
+ACCEPT_AGAIN_S = 0.1
+"""Pause after a connection could not be accepted because this process has no descriptor left (s)."""
+START_AGAIN_S = 0.5
+"""Pause after a thread could not be started, because the machine allows no more of them now (s)."""
 NICENESS = 5
 """Training has priority. Where the kernel schedules by sessions (autogroup), our session has the same share as the
 worker's and is not lowered: a save that is too slow makes the next one wait for a slot."""
@@ -81,8 +86,8 @@ class SaverConnection:
     generation: int = 0
     left: bool = False
     """Whether it has sent "bye"."""
-    failures: list[str] = field(default_factory=list)
-    """Failures and warnings that were sent to the worker; if it dies, it may not have read them."""
+    failures: deque[str] = field(default_factory=lambda: deque(maxlen=NEWS_MAX))
+    """The newest failures and warnings that were sent to the worker; if it dies, it may not have read them."""
 
 
 @dataclass
@@ -124,6 +129,8 @@ class Saver:
         """Calls that the threads leave for this one."""
         self._woken, self._wake = socket.socketpair()
         """A byte in this pair wakes this thread when `_done` has a call."""
+        self._to_start: deque[Callable[[], None]] = deque()
+        """The work of threads that could not be started yet."""
         self._workers: set[SaverConnection] = set()
         self._gone: dict[int, int] = {}
         """Local rank -> generation, of workers that left or died since their generation ended last."""
@@ -162,8 +169,9 @@ class Saver:
     def run(self) -> None:
         """Serve until there will be no more work."""
         while not self._ended and not (self._finishing and self._idle()):
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(START_AGAIN_S if self._to_start else None):
                 key.data()
+            self._start_threads()
             if self._gone and not self._has_others():
                 self._accept_all()  # a worker whose connection was not accepted yet counts, too
                 if not self._has_others():
@@ -212,7 +220,10 @@ class Saver:
         """Accept one connection; False: there is none."""
         try:
             sock, _ = self._listening.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        except OSError:  # no descriptor is left: the socket stays readable, and the loop would spin
+            time.sleep(ACCEPT_AGAIN_S)
             return False
         pid, uid = seqpacket.peer(sock)
         if uid != os.geteuid():
@@ -227,6 +238,8 @@ class Saver:
                 worker.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._worker_gone(worker)  # it died before its connection was handled
+            except OSError:
+                pass  # no descriptor is left: the end of its connection must do
             else:
                 self._watch(worker.pidfd, partial(self._worker_gone, worker))
         return True
@@ -360,8 +373,8 @@ class Saver:
             self._crashed = True
             # Only the last failure is news for the agent: the worker has read the earlier ones before it asked for
             # another save.
-            for text in worker.failures[-1:]:
-                self._news_to_agent(text)
+            if worker.failures:
+                self._news_to_agent(worker.failures[-1])
             self._keep_news(worker.local_rank, *worker.failures)
 
     def _regrouped(self, generation: int) -> None:
@@ -477,7 +490,18 @@ class Saver:
             self._done.put(partial(tell, answer))
             self._wake.send(b"!")
 
-        threading.Thread(target=work, args=(in_main,), daemon=True).start()
+        self._to_start.append(partial(work, in_main))
+        self._start_threads()
+
+    def _start_threads(self) -> None:
+        """Start the threads that are due. Where the machine allows no more threads now, their work waits: a save that
+        was handed over is carried out."""
+        while self._to_start:
+            try:
+                threading.Thread(target=self._to_start[0], daemon=True).start()
+            except RuntimeError:
+                return
+            self._to_start.popleft()
 
     def _make_calls(self) -> None:
         """Make the calls that other threads have left for this one."""
@@ -498,8 +522,7 @@ class Saver:
 
     def _keep_news(self, local_rank: int, *texts: str) -> None:
         """Keep the texts for the next worker of this rank, which may be connected already."""
-        news = self._news.setdefault(local_rank, [])
-        news.extend(texts[: NEWS_MAX - len(news)])
+        self._news[local_rank] = [*self._news.get(local_rank, ()), *texts][-NEWS_MAX:]
         for worker in self._workers:
             if worker.local_rank == local_rank:
                 self._tell_news(worker)

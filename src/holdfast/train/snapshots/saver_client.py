@@ -48,6 +48,8 @@ from holdfast.train.snapshots.slots import COUNT, COUNT_MAX, Slot, SlotOwner, Sl
 
 RECONNECT_S = 5.0
 """Time between two attempts to start a saver while nothing is to be saved."""
+STAGE_AGAIN_S = 0.01
+"""Pause before a slot is tried again that is not being saved, and is in use all the same (s)."""
 SLOWEST_BYTES_S = 20e6
 """A disk that reads more slowly than this counts as broken (bytes per second)."""
 
@@ -220,10 +222,13 @@ class SaverClient:
             memory = self.slots.stage(step, size_bytes)
         deadline = time.monotonic() + PATIENCE_S
         while memory is None and wait:
-            if not self.wait_for_slot(max(deadline - time.monotonic(), 0.0)):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self.wait_for_slot(left_s):
                 self.check()
                 raise SnapshotIncompleteError(f"step {step} was not saved: earlier saves are still being written")
             memory = self.slots.stage(step, size_bytes)
+            if memory is None:
+                time.sleep(STAGE_AGAIN_S)  # no save has it: another node reads it, and nobody reports the end of that
         return memory
 
     def commit(self, request: SaveRequest | None) -> None:

@@ -20,7 +20,9 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "serve", "word", "host", "bytes_s", "folder", "rank", "world"}
                                                                       exchange copies with others (copy_service.py);
                                                                       no rescue in this folder waits for them any more
-                     {"do": "copy", "id", "sequence", "request", "to", "keep"} with the slot's descriptor, as "persist"
+                     {"do": "copy", "id", "sequence", "request", "to", "keep", "beside"} with the slot's descriptor, as
+                                                                      "persist"; "beside": the folder of a slot that is
+                                                                      itself a copy
                      {"do": "tell", "packet"}                         a packet for the agent: "copy", "fetched"
                      {"do": "forget", "above_step"}                   drop copies of later steps
                      {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
@@ -183,6 +185,7 @@ def start_saver(address: SaverAddress) -> socket.socket:
                 raise
             return sock
     finally:
+        fcntl.flock(starting, fcntl.LOCK_UN)  # a child that another thread has forked meanwhile may have it open, too
         os.close(starting)
 
 
