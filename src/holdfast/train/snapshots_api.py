@@ -357,6 +357,8 @@ class Snapshots:
         self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
+        with self._closed_by_failure():
+            self._tracker.check_data(peers)
         saving = self._begin(peers, tier)
         if resumed is None:
             self._tracker.find_own_buffers(peers)
@@ -635,6 +637,7 @@ class Snapshots:
                 peers, tier = self._open()
                 if not peers.broadcast(self._may_begin_new_run() if peers.rank == 0 else None):
                     raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
+                self._tracker.check_data(peers)
             return self._begin(peers, tier)
         return self._saving
 

@@ -36,7 +36,7 @@ from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train import replicas, torch_private
 from holdfast.train import state_codec as codec
 from holdfast.train.agreement import Peers
-from holdfast.train.data import rank_and_world
+from holdfast.train.data import check_same, rank_and_world
 from holdfast.train.own_objects import is_data
 from holdfast.train.random_numbers import (
     RandomNumbers,
@@ -376,6 +376,14 @@ class Tracker:
         """The objects that follow the world, by name: loaders, samplers, and data of the script's own with
         `regroup(rank, world)`."""
         return {name: each for name, each in self.others.items() if callable(getattr(each, "regroup", None))}
+
+    def check_data(self, peers: Peers) -> None:
+        """Raise DataError if the ranks divide data among themselves that are not the same on all. All ranks call
+        this."""
+        identities = ((name, getattr(each, "_identity", None)) for name, each in self.others.items())
+        theirs = peers.all_gather({name: identity() for name, identity in identities if identity is not None})
+        for name, first in theirs[0].items():
+            check_same(name, [first, *(each.get(name) for each in theirs[1:])])
 
     def check_counted(self) -> None:
         """Raise TrackingError if the loop's body has a batch that its loader has not counted."""

@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
@@ -362,15 +362,35 @@ def _found() -> tuple[int, int]:
         raise DataError(f"RANK={rank!r} and WORLD_SIZE={world!r} are not numbers.") from None
 
 
+def check_same(name: str, identities: Sequence[list[Any] | None]) -> None:
+    """Raise DataError if ranks that divide data among themselves do not have the same data in the same order.
+    `identities`: by rank (`Position.identity`); None: this rank divides none."""
+    first = identities[0]
+    for rank, found in enumerate(identities):
+        if found is None or first is None or found == first:
+            continue
+        whats = ("datasets of {} and {} samples", "seed={} and seed={}", "the orders {} and {}")
+        differences = (
+            what.format(*both) for what, *both in zip(whats, found, first, strict=False) if both[0] != both[1]
+        )
+        raise DataError(
+            f"the ranks divide the data of {name} among them, and ranks {rank} and 0 have "
+            f"{next(differences, 'Subsets of other samples')}: some samples would be trained twice, and others never\n"
+            "Give all ranks the same dataset, seed= and shuffle=. Data that each rank has for itself: ranks=(0, 1)."
+        )
+
+
 class Position:
     """Position of a loader or sampler. Only the training process changes it."""
 
-    def __init__(self, seed: int, length: int, order: str) -> None:
+    def __init__(self, seed: int, length: int, order: str, part: str = "") -> None:
         self.seed = seed
         self.length = length
         """The number of samples in an epoch."""
         self.order = order
         """The order's name."""
+        self.part = part
+        """The samples that a Subset takes of a dataset (`datasets.part_of`); empty: it is no Subset."""
         self.epoch = 0
         self.cursor = 0
         """The number of samples of the epoch that are trained, of all ranks together."""
@@ -442,7 +462,12 @@ class Position:
             "cursor": self.cursor,
             "length": self.length,
             "order": self.order,
+            **({"part": self.part} if self.part else {}),
         }
+
+    def identity(self) -> list[Any]:
+        """What has to be equal on all ranks that divide the data among themselves: see `check_same`."""
+        return [self.length, self.seed, self.order, self.part]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at this position. Raises DataStateError, and changes nothing, if the state belongs to something
@@ -468,6 +493,14 @@ class Position:
                     "samples would be lost and repeated.\n"
                     f"Give the loader the {argument} of the snapshot."
                 )
+        # Snapshots of earlier versions, and those of a dataset that was no Subset, have no part.
+        if self.part and state.get("part", self.part) != self.part:
+            raise DataStateError(
+                "The snapshot's Subset had other samples than this one has: what was held back would be trained, and "
+                "samples would be lost and repeated.\n"
+                "Choose the same ones in each start and on each rank: "
+                "random_split(…, generator=torch.Generator().manual_seed(0)), or random.Random(0).shuffle(indices)."
+            )
         if state["cursor"] > self.length:
             raise DataStateError(
                 f"The loader's state is damaged: {state['cursor']:,} of {self.length:,} samples trained."
