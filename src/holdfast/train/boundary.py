@@ -75,7 +75,7 @@ class Boundary:
         """Keep the state: the step that it counts is complete. `begins`: the training function was not called since
         this state was made or taken. `enters`: it was agreed on for a world in which no step was done yet. Another rank
         may not have come so far, so the random numbers are not written down: those of the step's own world stay."""
-        step = self.step = state.step
+        step = self.step = state._step
         self.epoch, self.passes = state.epoch, 0
         self._random.read()
         if self._record is not None:
@@ -149,14 +149,14 @@ class Boundary:
         self.passes += torch.is_grad_enabled()
         self.note_drawn()  # each micro-batch calls this; that of the step's last one stays
         if self.objects.any:
-            self.objects.forward_done(self._tracker.state.step + 1)
+            self.objects.forward_done(self._tracker.step + 1)
         if self.after_forward is not None:
             self.after_forward()
 
     def note_drawn(self) -> None:
         """Write the random numbers down again: the loss has drawn some, or an optimizer that adds noise."""
         if self._record is not None:
-            self._record.write(self._tracker.state.step + 1, self._random.now(), complete=False)
+            self._record.write(self._tracker.step + 1, self._random.now(), complete=False)
 
     def rewind(self, state: TrainState) -> None:
         """Go back to the last `mark`."""

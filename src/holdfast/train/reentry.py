@@ -7,6 +7,8 @@ habits are then wrong, in silence:
 - `enumerate(loader)` counts from 0 again, so that `i + 1 == len(loader)` never comes true, and the gradients of the
   last batches wait for an optimizer step that nobody makes.
 
+`Whereabouts` notices a loop that goes over `range(n)` instead of `state.epochs(n)`.
+
 It only looks at options and gradients, in the first step and at the end of such an epoch. Code that computes a rate
 from the epoch or from the step changes nothing when it runs again, or sets the rate in each step: that is no mistake.
 With another number of ranks a rate may follow that number, or its square root.
@@ -16,11 +18,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from holdfast.train.data import Position
+
+STEPS_UNTIL_ASKED = 2
+"""After this number of steps a script has asked where it is, or never does."""
 
 
 class Reentry:
@@ -79,6 +87,38 @@ class Reentry:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+class Whereabouts:
+    """A training that goes on after a resume, in a later epoch than the first one, whose script may not know it.
+
+    `for epoch in range(n)` then trains n more epochs. A script whose number of steps is right has asked for something:
+    `state.epochs(…)`, `state.step`, the loader's position, or what `resume()` has returned."""
+
+    def __init__(self, asked: Callable[[], bool], resumed: object, positions: Sequence[Position]) -> None:
+        """`asked`: whether the script has asked for its place in other ways. `resumed`: what `resume()` returns.
+        `positions`: those of the loaders over which the training goes."""
+        self._asked = asked
+        self._resumed = weakref.ref(resumed)
+        self._positions = positions
+        self._epoch = max((each.epoch for each in positions), default=0)
+        self._steps = 0
+
+    def at_step(self) -> bool:
+        """Note that a step is complete. Returns whether more are looked at."""
+        self._steps += 1
+        if self._steps < STEPS_UNTIL_ASKED:  # a loop may ask at its end
+            return True
+        known = self._asked() or self._resumed() is not None or any(each.known for each in self._positions)
+        if self._epoch and not known:
+            warnings.warn(
+                f"holdfast: training goes on in epoch {self._epoch} after a resume, and the loop has not asked where "
+                "it is: `for epoch in range(n)` trains n more epochs. Write `for epoch in state.epochs(n)`, or "
+                "`while state.step < n`.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return False
 
 
 def _options(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:

@@ -36,8 +36,8 @@ from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train import replicas, torch_private
 from holdfast.train import state_codec as codec
 from holdfast.train.agreement import Peers
-from holdfast.train.data import check_same, rank_and_world
-from holdfast.train.own_objects import is_data
+from holdfast.train.data import Position, check_same, rank_and_world
+from holdfast.train.own_objects import is_data, unknown_objects
 from holdfast.train.random_numbers import (
     RandomNumbers,
     RandomRecord,
@@ -48,7 +48,7 @@ from holdfast.train.random_numbers import (
 )
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
-from holdfast.train.reentry import Reentry
+from holdfast.train.reentry import Reentry, Whereabouts
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.switches import Switches
 from holdfast.train.tracked import (
@@ -156,8 +156,9 @@ class TrainState:
     """The position of the training. `track` returns it."""
 
     def __init__(self) -> None:
-        self.step = 0
-        """The number of calls of `Snapshots.step()` in all lives of this job."""
+        self._step = 0
+        self._asked = False
+        """Whether the script has asked for the step, or goes over `epochs()`."""
         self.epoch = 0
         """The number of the current epoch, from 0."""
         self.run_id = ""
@@ -178,12 +179,22 @@ class TrainState:
         self._only = ""
         """The objects that were restored from another run, with step and epoch (`resume(only=…)`); empty: all were."""
 
+    @property
+    def step(self) -> int:
+        """The number of calls of `Snapshots.step()` in all lives of this job."""
+        self._asked = True
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+
     def _name(self, run_id: str) -> None:
         """Set the id of the training. Loggers find it in the environment; child processes of this rank, too."""
         self.run_id = os.environ[RUN_ID_VARIABLE] = run_id
 
     def _begin_again(self) -> None:
-        self.step, self.epoch, self._only = 0, 0, ""
+        self._step, self.epoch, self._only = 0, 0, ""
         self._follow, self._batches = (lambda _epoch: None), (lambda: (0, 0))
         self._reentry = None
 
@@ -205,11 +216,12 @@ class TrainState:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        self._asked = True
         while self.epoch < count:
             self._follow(self.epoch)
             left, whole = self._batches()
             if whole:
-                worker.at_step(self.step, of=self.step + left + (count - self.epoch - 1) * whole)
+                worker.at_step(self._step, of=self._step + left + (count - self.epoch - 1) * whole)
             self._in_body = True
             try:
                 yield self.epoch
@@ -327,6 +339,15 @@ class Tracker:
                 )
         self.state._follow, self.state._batches = self._set_epoch, self._count_batches
 
+    @property
+    def step(self) -> int:
+        """`state.step`, for holdfast: that notes that the script has asked for it."""
+        return self.state._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.state._step = step
+
     def emptied(self) -> Tracker:
         """A tracker of nothing, with the same counters, which begin at 0."""
         self.state._begin_again()
@@ -443,6 +464,15 @@ class Tracker:
         growth = self.state._ranks / (before or self.state._ranks)
         self.state._reentry = Reentry(self.optimizers, loaders, growth) if continued else None
 
+    def whereabouts(self, resumed: object) -> Whereabouts:
+        """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""
+        self.state._asked = False
+        goes_on = (each for each in self.others.values() if isinstance(getattr(each, "_position", None), Position))
+        training = [each._position for each in goes_on if not each._evaluates]
+        if unknown_objects(self.others):
+            training = []  # one of them may count epochs for the script
+        return Whereabouts(lambda: self.state._asked, resumed, training)
+
     def _count_batches(self) -> tuple[int, int]:
         """The number of batches left in this epoch, and that of a whole one; zeros unless exactly one loader is the
         training's."""
@@ -459,7 +489,7 @@ class Tracker:
             "format": FORMAT,
             "rank": rank,
             "world": world,
-            "step": self.state.step,
+            "step": self.step,
             "epoch": self.state.epoch,
             "run_id": self.state.run_id,
             "models": parts.models,
@@ -613,7 +643,7 @@ class Tracker:
         self._resumed = {
             name: position_of(each) for name, each in self.followers().items() if hasattr(each, "_go_back")
         }
-        self.state.step = codec.expect(text.get("step"), int, "step")
+        self.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
         self.state._ranks = world_then
         run_id = codec.expect(text.get("run_id", ""), str, "run_id")
@@ -623,7 +653,7 @@ class Tracker:
         drawn = codec.decode(text["random"], saved.fresh)
         if world == world_then and text.get(STAND_IN):
             assert self.random_record is not None
-            RandomNumbers().restore(self.random_record.read(self.state.step))
+            RandomNumbers().restore(self.random_record.read(self.step))
         elif world == world_then:
             set_random_state(drawn)
         else:

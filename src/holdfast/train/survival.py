@@ -289,7 +289,7 @@ class Survivor:
         """Nothing is done: the state after the last step is kept."""
 
     def step(self) -> int:
-        return self._snaps.state.step
+        return self._snaps._tracker.step
 
     def _leave(self) -> None:
         """Tell the agent that this process cannot survive a loss any more, and release everything."""

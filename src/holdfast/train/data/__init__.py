@@ -400,6 +400,8 @@ class Position:
         """Whether `trained` was ever called."""
         self._as_loaded = False
         """Whether a state was loaded and nothing trained since."""
+        self.known = True
+        """Whether the script has asked for the position, or set the epoch, since a state was loaded."""
         self._asked_is_done = False
         """Whether the epoch that was asked for had been trained to its end before the loaded state was saved."""
 
@@ -443,6 +445,7 @@ class Position:
         rest. Raises DataError."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise DataError(f"Epochs are whole numbers from 0; {epoch!r} is none.")
+        self.known = True
         if self._as_loaded and epoch <= self.epoch:
             self._asked_is_done = epoch < self.epoch
         else:
@@ -508,4 +511,4 @@ class Position:
 
         self._begin_epoch(state["epoch"])
         self.cursor = state["cursor"]
-        self._as_loaded = True
+        self._as_loaded, self.known = True, False

@@ -230,6 +230,7 @@ class DataLoader:
     def batch_number(self) -> int:
         """The number of the batch in the loop's body within its epoch, from 0; in the last one it is `len(loader) - 1`.
         After a resume it goes on, where `enumerate(loader)` begins at 0 again."""
+        self._position.known = True
         if self._share is None:
             return 0
         left = self._plan.batches(self._share.step_start, self._position.length)
@@ -285,11 +286,13 @@ class DataLoader:
     @property
     def epoch(self) -> int:
         """The epoch that the current pass is in; between two passes the one that comes next."""
+        self._position.known = True
         return self._position.epoch
 
     @property
     def cursor(self) -> int:
         """Samples of this epoch that are trained, on all ranks together."""
+        self._position.known = True
         return self._position.cursor
 
     def regroup(self, rank: int, world: int) -> None:

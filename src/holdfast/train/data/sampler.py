@@ -227,6 +227,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     @property
     def epoch(self) -> int:
         """The epoch whose indices are drawn."""
+        self._position.known = True
         return self._position.epoch
 
     @epoch.setter
