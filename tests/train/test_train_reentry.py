@@ -192,8 +192,9 @@ class Range(Script):
     others: dict[str, Any] = {}
 
     def run(self, stops: int = 0) -> list[float]:
-        calls, model = 0, nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rates: list[float] = []
+        model = nn.Linear(2, 1)
+        optimizer = self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         rows = torch.ones(4 * BATCHES, 2)
         data: Any = ht.DistributedSampler(rows, batch_size=4) if self.sampler else ht.DataLoader(rows, 4)
         self.loader = torch.utils.data.DataLoader(rows, 4, sampler=data) if self.sampler else data
@@ -208,12 +209,12 @@ class Range(Script):
                 self.start(self, epoch)
                 for _ in self.loader:
                     optimizer.step()
+                    rates.append(optimizer.param_groups[0]["lr"])
                     snaps.step()
-                    calls += 1
-                    if calls == stops:
+                    if len(rates) == stops:
                         snaps.save(wait=True)
-                        return []
-        return [0.0] * calls
+                        return rates
+        return rates
 
 
 @pytest.mark.parametrize("sampler", [False, True], ids=["loader", "sampler"])
@@ -266,3 +267,39 @@ def test_a_loop_that_knows_where_it_goes_on_is_not_told(tmp_path: Path, how: str
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(script.run()) == 3 * BATCHES - before
+
+
+class Phases(Range):
+    """One epoch, half the rate, two more epochs."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.changes: Callable[[Phases], bool] = lambda _: True
+
+    def phases(self) -> Iterable[int]:
+        yield from self.state.epochs(1)
+        if self.changes(self):
+            self.optimizer.param_groups[0]["lr"] *= 0.5
+        yield from self.state.epochs(EPOCHS)
+
+
+@pytest.mark.parametrize("before", [7, 13])
+def test_a_rate_that_is_changed_again_between_two_loops_is_told(tmp_path: Path, before: int) -> None:
+    script = Phases(tmp_path)
+    script.epochs = Phases.phases
+    script.run(before)
+    with pytest.warns(RuntimeWarning, match=r"code before its loop has changed 'lr' of .* from 0\.5 to 0\.25") as told:
+        assert set(script.run()) == {0.25}
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("before", [3, 5, 7, 13])
+def test_a_rate_that_is_changed_once_between_two_loops_is_not_told(tmp_path: Path, before: int) -> None:
+    script = Phases(tmp_path)
+    script.epochs = Phases.phases
+    script.changes = lambda script: script.state.epoch == 1 and script.loader.cursor == 0
+    first = script.run(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert first + script.run() == [1.0] * BATCHES + [0.5] * 2 * BATCHES

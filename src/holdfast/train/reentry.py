@@ -3,7 +3,8 @@
 `for epoch in state.epochs(…)` begins the body of that epoch again, and the loader gives the rest of its batches. Two
 habits are then wrong, in silence:
 
-- Code before the loop over the loader runs a second time. `lr *= 0.1` there is in the restored state already.
+- Code before the loop over the loader runs a second time. `lr *= 0.1` there is in the restored state already. So does
+  code between two loops over epochs, when the first one has no epoch left.
 - `enumerate(loader)` counts from 0 again, so that `i + 1 == len(loader)` never comes true, and the gradients of the
   last batches wait for an optimizer step that nobody makes.
 
@@ -27,6 +28,8 @@ from torch.optim import Optimizer
 
 from holdfast.train.data import Position
 
+Options = list[dict[str, float]]
+"""The numbers among the options of all parameter groups."""
 STEPS_UNTIL_ASKED = 2
 """After this number of steps a script has asked where it is, or never does."""
 
@@ -34,15 +37,18 @@ STEPS_UNTIL_ASKED = 2
 class Reentry:
     """The rest of an epoch."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], loaders: Sequence[Any], growth: float) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], loaders: Sequence[Any], growth: float, before: Options | None = None
+    ) -> None:
         """`loaders`: those of ours that go on within the epoch. `growth`: the number of ranks, divided by that of the
-        epoch so far."""
+        epoch so far. `before`: the options at the end of an earlier loop over epochs, which had no epoch left; None:
+        they are looked at now."""
         self._optimizers = optimizers
         self._loaders = loaders
         for each in loaders:
             each._length_asked = False
-        self._before = _options(optimizers)
-        self._at_pass: list[dict[str, Any]] | None = None
+        self._before = options_of(optimizers) if before is None else before
+        self._at_pass: Options | None = None
         """The options when the first pass over tracked data began; None: none has."""
         self._growth = growth
         self._stepped = False
@@ -50,14 +56,14 @@ class Reentry:
     def pass_begins(self) -> None:
         """Note that a pass over tracked data of the training begins."""
         if self._at_pass is None:
-            self._at_pass = _options(self._optimizers)
+            self._at_pass = options_of(self._optimizers)
 
     def step(self, epoch: int) -> None:
         """Warn at the first step if code before the loop has changed an option, and the loop did not set it."""
         stepped, self._stepped = self._stepped, True
         if stepped or self._at_pass is None:
             return
-        now = _options(self._optimizers)
+        now = options_of(self._optimizers)
         for before, at_pass, after in zip(self._before, self._at_pass, now, strict=False):
             for option in sorted(before.keys() & at_pass.keys() & after.keys()):
                 if before[option] != at_pass[option] == after[option] and not self._follows_ranks(
@@ -121,7 +127,7 @@ class Whereabouts:
         return False
 
 
-def _options(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+def options_of(optimizers: Sequence[Optimizer]) -> Options:
     """The numbers among the options of all parameter groups."""
     return [
         {key: number for key, value in group.items() if (number := _number(value)) is not None}

@@ -48,7 +48,7 @@ from holdfast.train.random_numbers import (
 )
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
-from holdfast.train.reentry import Reentry, Whereabouts
+from holdfast.train.reentry import Options, Reentry, Whereabouts, options_of
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.switches import Switches
 from holdfast.train.tracked import (
@@ -166,6 +166,8 @@ class TrainState:
         with the state. That variable has it, too."""
         self._follow: Callable[[int], None] = lambda _epoch: None
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._pass_by: Callable[[int], None] = lambda _count: None
+        """Is called with the number of epochs of a loop that has none left."""
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
         self._pending: Callable[[], bool] = lambda: False
@@ -196,7 +198,7 @@ class TrainState:
     def _begin_again(self) -> None:
         self._step, self.epoch, self._only = 0, 0, ""
         self._follow, self._batches = (lambda _epoch: None), (lambda: (0, 0))
-        self._reentry = None
+        self._pass_by, self._reentry = (lambda _count: None), None
 
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
@@ -217,6 +219,8 @@ class TrainState:
                 stacklevel=2,
             )
         self._asked = True
+        if self.epoch >= count:
+            self._pass_by(count)
         while self.epoch < count:
             self._follow(self.epoch)
             left, whole = self._batches()
@@ -304,6 +308,10 @@ class Tracker:
     """Positions of the loaders that were restored, until the training begins."""
     _counts: dict[str, Any] = field(default_factory=dict)
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
+    _trains: bool = False
+    """Whether a step was made in this process."""
+    _passed_by: Options | None = None
+    """The optimizers' options when the first loop over epochs had none left, after a resume; None: there was none."""
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
     contain all objects, and these names."""
@@ -338,6 +346,7 @@ class Tracker:
                     f"track({name}=…): a {type(each).__name__} has no state_dict() and load_state_dict(){hint}"
                 )
         self.state._follow, self.state._batches = self._set_epoch, self._count_batches
+        self.state._pass_by = self._note_passed_by
 
     @property
     def step(self) -> int:
@@ -429,7 +438,7 @@ class Tracker:
 
     def note_trained(self) -> None:
         """Let loaders count the batch in the loop's body as trained."""
-        self._resumed = {}
+        self._resumed, self._trains = {}, True
         self._counts = self._schedule_counts()
         if self.state._reentry is not None:
             self.state._reentry.step(self.state.epoch)
@@ -458,11 +467,26 @@ class Tracker:
                 each._go_back(resumed[name])
             if callable(follow := getattr(each, "set_epoch", None)):
                 follow(epoch)
-        continued = [each for each in self.others.values() if getattr(each, "_continues", bool)()]
+        continued = self._continued()
         loaders = [each for each in continued if hasattr(each, "_length_asked")]
         before, self.state._ranks = self.state._ranks, rank_and_world(None)[1]
         growth = self.state._ranks / (before or self.state._ranks)
-        self.state._reentry = Reentry(self.optimizers, loaders, growth) if continued else None
+        options, self._passed_by = self._passed_by, None
+        goes_on = bool(continued) or options is not None
+        self.state._reentry = Reentry(self.optimizers, loaders, growth, options) if goes_on else None
+
+    def _continued(self) -> list[Any]:
+        """The loaders and samplers whose next pass begins within an epoch."""
+        return [each for each in self.others.values() if getattr(each, "_continues", bool)()]
+
+    def _note_passed_by(self, count: int) -> None:
+        """Note that a loop over `count` epochs has none left, since they were trained before a resume. If more was
+        trained then, so has the code that follows run."""
+        begins_next = self.state.epoch == count and not self._continued()
+        if begins_next or self._trains:
+            self._passed_by = None
+        elif self._passed_by is None:
+            self._passed_by = options_of(self.optimizers)
 
     def whereabouts(self, resumed: object) -> Whereabouts:
         """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""
