@@ -61,7 +61,8 @@ class Boundary:
         self._schedules_now = [_schedule_of(each) for each in self._schedulers]
         self._schedules: list[dict[str, Any]] = []
         self._optimizers = tracker.optimizers
-        self._options: list[dict[str, Any]] = []
+        self._options: list[list[dict[str, Any]]] = []
+        """Those of the parameter groups of each optimizer."""
         self._parts = ModuleParts(tracker.models)
         self._buffers = Buffers(tracker.models)
         self._extra = ExtraStates(self._parts.modules)
@@ -89,9 +90,8 @@ class Boundary:
             self._schedules = [now() for now in self._schedules_now]
         # Also without a schedule: the program's own code may change a learning rate at an epoch's end.
         self._options = [
-            group.copy() if type(group.get("lr")) is float else _options_of(group)
+            [group.copy() if type(group.get("lr")) is float else _options_of(group) for group in each.param_groups]
             for each in self._optimizers
-            for group in each.param_groups
         ]
         if self._parts.renew():
             self._buffers.take(self._parts.modules)
@@ -169,9 +169,11 @@ class Boundary:
                 scheduler.load_state_dict(_with_own_containers(kept))
         self.objects.rewind()
         # After the objects: a schedule of the program's own may set options when it takes its state.
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        for group, options in zip(groups, self._options, strict=True):
-            _set_options(group, options)
+        for optimizer, kept_options in zip(self._optimizers, self._options, strict=True):
+            # A group that was added since then goes, and the program adds it again.
+            del optimizer.param_groups[len(kept_options) :]
+            for group, options in zip(optimizer.param_groups, kept_options, strict=True):
+                _set_options(group, options)
         self._buffers.restore()
         self._extra.restore()
         for scaler, scales in zip(self._scalers, self._scales, strict=True):
