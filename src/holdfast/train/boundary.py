@@ -34,6 +34,15 @@ CONTAINERS = (list, dict, set, deque)
 """What a program's schedule may change in place."""
 
 
+class Rates(NamedTuple):
+    """What decides the learning rates: it may be changed before the training, and in each step."""
+
+    schedules: list[dict[str, Any]]
+    """The states of torch's schedules."""
+    options: list[list[dict[str, Any]]]
+    """The options of the parameter groups of each optimizer."""
+
+
 class Boundary:
     """The state after this rank's last step, as far as the next step changes it before its optimizer does.
 
@@ -163,17 +172,9 @@ class Boundary:
         self._interrupted = self._random.now(look=True), self._buffers.copies()
         state.step, state.epoch = self.step, self.epoch
         self._random.restore()
-        if self._schedulers:
-            for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
-                kept = {name: each for name, each in schedule.items() if name != "optimizer"}
-                scheduler.load_state_dict(_with_own_containers(kept))
         self.objects.rewind()
         # After the objects: a schedule of the program's own may set options when it takes its state.
-        for optimizer, kept_options in zip(self._optimizers, self._options, strict=True):
-            # A group that was added since then goes, and the program adds it again.
-            del optimizer.param_groups[len(kept_options) :]
-            for group, options in zip(optimizer.param_groups, kept_options, strict=True):
-                _set_options(group, options)
+        self.set_rates(self.rates)
         self._buffers.restore()
         self._extra.restore()
         for scaler, scales in zip(self._scalers, self._scales, strict=True):
@@ -211,6 +212,21 @@ class Boundary:
 
     def set_random(self, states: States) -> None:
         self._random.restore(states)
+
+    @property
+    def rates(self) -> Rates:
+        """The states of the schedules, and the optimizers' options, at the last `mark`."""
+        return Rates(self._schedules, self._options)
+
+    def set_rates(self, rates: Rates) -> None:
+        for scheduler, schedule in zip(self._schedulers, rates.schedules, strict=True):
+            kept = {name: each for name, each in schedule.items() if name != "optimizer"}
+            scheduler.load_state_dict(_with_own_containers(kept))
+        for optimizer, kept_options in zip(self._optimizers, rates.options, strict=True):
+            # A group that was added since then goes, and the program adds it again.
+            del optimizer.param_groups[len(kept_options) :]
+            for group, options in zip(optimizer.param_groups, kept_options, strict=True):
+                _set_options(group, options)
 
     def random_digests(self) -> dict[str, str]:
         """The digests of the generators' states at the last `mark`, by name."""

@@ -387,6 +387,8 @@ def main() -> None:
         train()
         if case.more:
             torch.rand(LOCAL_RANK + 1)  # as an evaluation between the two may do
+            adam.param_groups[0]["lr"] *= 0.5  # a replacement gets the rate with this
+            schedule.step()
             train_on()
         if case.other == "after":
             train_other(pg)
