@@ -193,7 +193,7 @@ class Range(Script):
 
     def run(self, stops: int = 0) -> list[float]:
         rates: list[float] = []
-        model = nn.Linear(2, 1)
+        model = self.model = nn.Linear(2, 1)
         optimizer = self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         rows = torch.ones(4 * BATCHES, 2)
         data: Any = ht.DistributedSampler(rows, batch_size=4) if self.sampler else ht.DataLoader(rows, 4)
@@ -275,11 +275,18 @@ class Phases(Range):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.changes: Callable[[Phases], bool] = lambda _: True
+        self.change: Callable[[], object] = self.halve
+
+    def halve(self) -> None:
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def begin_again(self) -> None:
+        self.model.reset_parameters()
 
     def phases(self) -> Iterable[int]:
         yield from self.state.epochs(1)
         if self.changes(self):
-            self.optimizer.param_groups[0]["lr"] *= 0.5
+            self.change()
         yield from self.state.epochs(EPOCHS)
 
 
@@ -290,6 +297,17 @@ def test_a_rate_that_is_changed_again_between_two_loops_is_told(tmp_path: Path, 
     script.run(before)
     with pytest.warns(RuntimeWarning, match=r"code before its loop has changed 'lr' of .* from 0\.5 to 0\.25") as told:
         assert set(script.run()) == {0.25}
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("before", [7, 10])
+def test_weights_that_are_made_again_between_two_loops_are_told(tmp_path: Path, before: int) -> None:
+    script = Phases(tmp_path)
+    script.epochs, script.change = Phases.phases, script.begin_again
+    script.run(before)
+    with pytest.warns(RuntimeWarning, match="code between two loops over epochs has changed the weights") as told:
+        script.run()
     assert len(told) == 1
     assert told[0].filename == __file__
 

@@ -127,6 +127,17 @@ class Whereabouts:
         return False
 
 
+def warn_of_weights(epoch: int) -> None:
+    """Warn of code between two loops over epochs that has changed the restored weights."""
+    warnings.warn(
+        f"holdfast: epoch {epoch} goes on after a resume, and code between two loops over epochs has changed the "
+        "weights: it had run before, and what was trained since is lost. Write it under `if state.epoch == n and "
+        "loader.cursor == 0:`, with the n of the loop before.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
 def options_of(optimizers: Sequence[Optimizer]) -> Options:
     """The numbers among the options of all parameter groups."""
     return [

@@ -48,8 +48,8 @@ from holdfast.train.random_numbers import (
 )
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
-from holdfast.train.reentry import Options, Reentry, Whereabouts, options_of
-from holdfast.train.sharding import OWN, TIED
+from holdfast.train.reentry import Options, Reentry, Whereabouts, options_of, warn_of_weights
+from holdfast.train.sharding import OWN, TIED, local_tensor
 from holdfast.train.switches import Switches
 from holdfast.train.tracked import (
     Choice,
@@ -310,8 +310,9 @@ class Tracker:
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
     _trains: bool = False
     """Whether a step was made in this process."""
-    _passed_by: Options | None = None
-    """The optimizers' options when the first loop over epochs had none left, after a resume; None: there was none."""
+    _passed_by: tuple[Options, str] | None = None
+    """The optimizers' options, and a digest of the weights, when the first loop over epochs had none left, after a
+    resume; None: there was none."""
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
     contain all objects, and these names."""
@@ -471,7 +472,10 @@ class Tracker:
         loaders = [each for each in continued if hasattr(each, "_length_asked")]
         before, self.state._ranks = self.state._ranks, rank_and_world(None)[1]
         growth = self.state._ranks / (before or self.state._ranks)
-        options, self._passed_by = self._passed_by, None
+        passed_by, self._passed_by = self._passed_by, None
+        if passed_by is not None and passed_by[1] != self._weights():
+            warn_of_weights(epoch)
+        options = None if passed_by is None else passed_by[0]
         goes_on = bool(continued) or options is not None
         self.state._reentry = Reentry(self.optimizers, loaders, growth, options) if goes_on else None
 
@@ -486,7 +490,12 @@ class Tracker:
         if begins_next or self._trains:
             self._passed_by = None
         elif self._passed_by is None:
-            self._passed_by = options_of(self.optimizers)
+            self._passed_by = options_of(self.optimizers), self._weights()
+
+    def _weights(self) -> str:
+        """A digest of this rank's parameters."""
+        parameters = (local_tensor(each) for model in self.models for each in model.parameters())
+        return replicas.total([each for each in parameters if codec.is_array(each)])
 
     def whereabouts(self, resumed: object) -> Whereabouts:
         """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""
