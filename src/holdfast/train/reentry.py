@@ -31,7 +31,7 @@ from holdfast.train.data import Position
 Options = list[dict[str, float]]
 """The numbers among the options of all parameter groups."""
 STEPS_UNTIL_ASKED = 2
-"""After this number of steps a script has asked where it is, or never does."""
+"""The number of steps after which a script has asked where it is, or never does."""
 
 
 class Reentry:

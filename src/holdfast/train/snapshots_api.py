@@ -167,6 +167,9 @@ class Snapshots:
     """The training functions that were called in `ht.survive`, if what they train was made before; None: there were
     none."""
 
+    _whereabouts: Whereabouts | None = None
+    """Looks whether the script asks where it goes on after a resume; None: it was looked at."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -208,7 +211,6 @@ class Snapshots:
         """Whether `holdfast save` has asked for a save, and gradients were pending since then."""
         self._passes: ContinuedPasses | None = None
         self._untracked: UntrackedData | None = None
-        self._whereabouts: Whereabouts | None = None
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
         self._peers: Peers | None = None

@@ -167,7 +167,7 @@ class TrainState:
         self._follow: Callable[[int], None] = lambda _epoch: None
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._pass_by: Callable[[int], None] = lambda _count: None
-        """Is called with the number of epochs of a loop that has none left."""
+        """A function that is called with the number of epochs of a loop that has none left."""
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
         self._pending: Callable[[], bool] = lambda: False
