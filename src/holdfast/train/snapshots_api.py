@@ -567,8 +567,8 @@ class Snapshots:
             self._clock.start(step, time.monotonic())
         self._watch_optimizers()
         self._tracker.switches.begin()
-        tracker = self._tracker
-        replica_check.counted_by(lambda: tracker.step)
+        state = self.state  # the tracker would keep the models alive
+        replica_check.counted_by(lambda: state._step)
         if self._options.replicas_differ:
             replica_check.may_differ(self._tracker.models)
         rules = SaveRules(
