@@ -244,7 +244,8 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
 
 
 def test_a_second_training_function_survives_losses_as_the_first_does(jobs: WarmJobs, tmp_path: Path) -> None:
-    """The second one begins at step 8. Each replacement comes from the beginning of the script through the first."""
+    """The second one begins at step 8, with half the rate. Each replacement comes from the beginning of the script through
+    the first."""
     case = {"steps": 4, "more": 3}
     losses = [(1, "forward", 3), (2, "forward", 10), (1, "optimizer", 13), (2, "gradients", 17)]
     reference = undisturbed(jobs, tmp_path / "reference", **case)

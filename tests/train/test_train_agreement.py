@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import Subset
 
+import holdfast.train as ht
 from holdfast.protocol.errors import (
+    DataError,
     HoldfastError,
     SaverLostError,
     SnapshotBusyError,
@@ -395,6 +399,34 @@ def test_a_save_that_is_incomplete_and_nothing_else_is_said_as_it_is() -> None:
 
     code = SnapshotIncompleteError.code
     assert together(dist.HashStore(), talk) == [(code, "rank 1: late"), (code, "late"), (code, "rank 1: late")]
+
+
+def ours(length: int = 40, shuffle: bool = True, **options: Any) -> ht.DataLoader:
+    return ht.DataLoader(range(length), 4, shuffle, **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (lambda rank: ours(length=40 + rank), "ranks 1 and 0 have datasets of 41 and 40 samples"),
+        (lambda rank: ours(seed=rank), "ranks 1 and 0 have seed=1 and seed=0"),
+        (lambda rank: ours(shuffle=rank < 2), "ranks 2 and 0 have the orders sequential and shuffled-1"),
+        (lambda rank: ht.DataLoader(Subset(range(9), [rank, 8])), "ranks 1 and 0 have Subsets of other samples"),
+        (lambda rank: ht.DistributedSampler(range(9), seed=rank), "ranks 1 and 0 have seed=1 and seed=0"),
+        (lambda rank: ours(seed=rank, ranks=(0, 1)), None),
+        (lambda rank: ours(num_workers=rank), None),
+        (lambda rank: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 1 + rank), None),
+    ],
+)
+def test_ranks_that_divide_different_data_are_all_refused(data: Callable[[int], Any], words: str | None) -> None:
+    def talk(peers: Peers) -> str | None:
+        try:
+            Tracker(others={"data": data(peers.rank)}).check_data(peers)
+        except DataError as error:
+            return str(error).partition(" among them, and ")[2].partition(":")[0]
+        return None
+
+    assert together(dist.HashStore(), talk) == [words] * WORLD
 
 
 def test_at_the_end_a_rank_learns_the_cause_from_whoever_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:

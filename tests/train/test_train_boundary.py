@@ -151,6 +151,22 @@ def test_the_schedule_and_the_numbers_of_a_step_that_was_interrupted_come_back(t
     assert torch.equal(torch.get_rng_state(), expected[2])
 
 
+def test_a_parameter_group_that_the_step_has_added_goes_again(tmp_path: Path) -> None:
+    """The program adds it once more."""
+    model = nn.Linear(2, 2)
+    optimizer, other = torch.optim.SGD([model.weight], lr=1.0), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+    boundary, state, _ = tracked(tmp_path, model, optimizer=optimizer, other=other)
+    boundary.mark(state)
+    optimizer.add_param_group({"params": [model.bias], "lr": 0.5})
+    other.param_groups[0]["lr"] = 0.1
+    boundary.rewind(state)
+    assert [group["lr"] for each in (optimizer, other) for group in each.param_groups] == [1.0, 2.0]
+    optimizer.add_param_group({"params": [model.bias], "lr": 0.5})
+    boundary.mark(state)
+    boundary.rewind(state)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5]
+
+
 def test_the_options_come_back_also_when_a_state_was_loaded(tmp_path: Path) -> None:
     """torch puts other dictionaries in the place of an optimizer's groups then."""
     model = nn.Linear(2, 2)

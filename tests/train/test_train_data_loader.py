@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 import holdfast.train as ht
 from holdfast.protocol.errors import DataError, DataStateError, TrackingError
+from holdfast.train.data.datasets import part_of
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.state import Tracker
 
@@ -358,6 +359,44 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, words)
     with pytest.raises(DataStateError, match=words):
         data.load_state_dict({**STATE, **change})
     assert samples(data) == order()
+
+
+def part_of_40(indices, batch_size=4):
+    return DataLoader(Subset(Numbers(80), indices), batch_size, True, collate_fn=list)
+
+
+def test_a_subset_of_other_samples_is_refused():
+    """As `random_split` gives after a restart, if its random numbers begin with another seed."""
+    kept = part_of_40(range(40)).state_dict()
+    with pytest.raises(DataStateError, match="had other samples"):
+        part_of_40([*range(39), 79]).load_state_dict(kept)
+    part_of_40(torch.arange(40)).load_state_dict(kept)
+    loader().load_state_dict(kept)  # the same samples may be a dataset of their own now
+    part_of_40(range(40)).load_state_dict(loader().state_dict())  # and in snapshots without that entry
+
+
+def test_the_part_of_a_dataset_is_known_through_its_wrappers_if_its_indices_are_numbers():
+    inner = [Subset(Numbers(80), each) for each in (range(40), range(1, 41))]
+    outer = [part_of(Subset(each, range(8))) for each in inner]
+    joined = [part_of(ConcatDataset([Numbers(3), each])) for each in inner]
+    assert len({*outer, *joined, *map(part_of, inner)}) == 6
+    assert part_of(Numbers(3)) == part_of(ConcatDataset([Numbers(3)])) == part_of(Subset(Numbers(3), ["a"])) == ""
+    assert part_of(Subset(Numbers(1), range(1_000_000))) != part_of(Subset(Numbers(1), range(1, 1_000_001)))
+
+
+@pytest.mark.usefixtures("own_staging")
+def test_ranks_that_would_divide_different_data_do_not_begin(tmp_path, monkeypatch):
+    """See also test_train_agreement.py."""
+
+    def differ(self, peers):
+        raise DataError("the ranks divide different data")
+
+    monkeypatch.setattr(Tracker, "check_data", differ)
+    for begin in (ht.Snapshots.resume, ht.Snapshots.step):
+        snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
+        snaps.track(loader=loader())
+        with pytest.raises(DataError, match="different data"):
+            begin(snaps)
 
 
 def test_a_state_of_something_else_is_refused():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,3 +182,142 @@ def test_the_length_of_torchs_loader_is_that_of_the_pass(tmp_path: Path) -> None
     assert len(script.loader) == 5
     script.run(12)
     assert lengths == [5] * 2 + [3] * 3 + [5] * 7
+
+
+class Range(Script):
+    """The same with another loop over the epochs."""
+
+    epochs: Callable[[Range], Iterable[int]]
+    keeps_resumed = False
+    others: dict[str, Any] = {}
+
+    def run(self, stops: int = 0) -> list[float]:
+        rates: list[float] = []
+        model = self.model = nn.Linear(2, 1)
+        optimizer = self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rows = torch.ones(4 * BATCHES, 2)
+        data: Any = ht.DistributedSampler(rows, batch_size=4) if self.sampler else ht.DataLoader(rows, 4)
+        self.loader = torch.utils.data.DataLoader(rows, 4, sampler=data) if self.sampler else data
+        self.data = data
+        with ht.Snapshots(self.folder, every=None, memory_every=None) as snaps:
+            self.state = snaps.track(model=model, optimizer=optimizer, data=data, **self.others)
+            if self.keeps_resumed:
+                self.resumed = snaps.resume()
+            else:
+                snaps.resume()
+            for epoch in self.epochs(self):
+                self.start(self, epoch)
+                for _ in self.loader:
+                    optimizer.step()
+                    rates.append(optimizer.param_groups[0]["lr"])
+                    snaps.step()
+                    if len(rates) == stops:
+                        snaps.save(wait=True)
+                        return rates
+        return rates
+
+
+@pytest.mark.parametrize("sampler", [False, True], ids=["loader", "sampler"])
+@pytest.mark.parametrize("epochs", [lambda _: range(3), lambda script: range(script.state.epoch, 3)])
+def test_a_loop_that_begins_to_count_its_epochs_again_is_told(
+    tmp_path: Path, epochs: Callable[[Range], Iterable[int]], sampler: bool
+) -> None:
+    script = Range(tmp_path, sampler=sampler)
+    script.epochs = epochs
+    script.run(7)
+    with pytest.warns(RuntimeWarning, match=r"goes on in epoch 1 .* `for epoch in range\(n\)` trains n more") as told:
+        assert len(script.run()) == 3 * BATCHES - 2
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+class Progress:
+    """An object of the script's own, which counts the epochs."""
+
+    epoch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
+ASKS: dict[str, Callable[[Range], Iterable[int]]] = {
+    "epochs": lambda script: script.state.epochs(3),
+    "state.step": lambda script: takewhile(lambda _: script.state.step < 15, count()),
+    "loader.epoch": lambda script: range(script.data.epoch, 3),
+    "first epoch": lambda script: range(3),
+    "an object of its own": lambda script: range(script.others["own"].epoch, 3),
+    "set_epoch": lambda script: range(3),
+    "what resume() returns": lambda script: range(script.resumed is not None, 3),
+}
+
+
+@pytest.mark.parametrize("how", ASKS)
+def test_a_loop_that_knows_where_it_goes_on_is_not_told(tmp_path: Path, how: str) -> None:
+    script = Range(tmp_path)
+    script.epochs, script.keeps_resumed = ASKS[how], how.startswith("what")
+    if how == "set_epoch":
+        script.start = lambda script, epoch: script.loader.set_epoch(epoch)
+    if how.startswith("an object"):
+        script.others = {"own": Progress()}
+    before = 3 if how == "first epoch" else 7
+    script.run(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(script.run()) == 3 * BATCHES - before
+
+
+class Phases(Range):
+    """One epoch, half the rate, two more epochs."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.changes: Callable[[Phases], bool] = lambda _: True
+        self.change: Callable[[], object] = self.halve
+
+    def halve(self) -> None:
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def begin_again(self) -> None:
+        self.model.reset_parameters()
+
+    def phases(self) -> Iterable[int]:
+        yield from self.state.epochs(1)
+        if self.changes(self):
+            self.change()
+        yield from self.state.epochs(EPOCHS)
+
+
+@pytest.mark.parametrize("before", [7, 13])
+def test_a_rate_that_is_changed_again_between_two_loops_is_told(tmp_path: Path, before: int) -> None:
+    script = Phases(tmp_path)
+    script.epochs = Phases.phases
+    script.run(before)
+    with pytest.warns(RuntimeWarning, match=r"code before its loop has changed 'lr' of .* from 0\.5 to 0\.25") as told:
+        assert set(script.run()) == {0.25}
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("before", [7, 10])
+def test_weights_that_are_made_again_between_two_loops_are_told(tmp_path: Path, before: int) -> None:
+    script = Phases(tmp_path)
+    script.epochs, script.change = Phases.phases, script.begin_again
+    script.run(before)
+    with pytest.warns(RuntimeWarning, match="code between two loops over epochs has changed the weights") as told:
+        script.run()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("before", [3, 5, 7, 13])
+def test_a_rate_that_is_changed_once_between_two_loops_is_not_told(tmp_path: Path, before: int) -> None:
+    script = Phases(tmp_path)
+    script.epochs = Phases.phases
+    script.changes = lambda script: script.state.epoch == 1 and script.loader.cursor == 0
+    first = script.run(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert first + script.run() == [1.0] * BATCHES + [0.5] * 2 * BATCHES

@@ -145,7 +145,7 @@ class DataError(CallerError, ValueError, code="HF124"):
 
 
 class DataStateError(DataError, code="HF125"):
-    """holdfast.train: a saved position does not belong to this loader: another dataset size, seed or order."""
+    """holdfast.train: a saved position does not belong to this loader: another dataset size, part, seed or order."""
 
 
 class ProcessGroupError(CallerError, ValueError, code="HF126"):

@@ -35,6 +35,15 @@ CONTAINERS = (list, dict, set, deque)
 """What a program's schedule may change in place."""
 
 
+class Rates(NamedTuple):
+    """What decides the learning rates: it may be changed before the training, and in each step."""
+
+    schedules: list[dict[str, Any]]
+    """The states of torch's schedules."""
+    options: list[list[dict[str, Any]]]
+    """The options of the parameter groups of each optimizer."""
+
+
 class Boundary:
     """The state after this rank's last step, as far as the next step changes it before its optimizer does.
 
@@ -62,7 +71,8 @@ class Boundary:
         self._schedules_now = [_schedule_of(each) for each in self._schedulers]
         self._schedules: list[dict[str, Any]] = []
         self._optimizers = tracker.optimizers
-        self._options: list[dict[str, Any]] = []
+        self._options: list[list[dict[str, Any]]] = []
+        """Those of the parameter groups of each optimizer."""
         self._parts = ModuleParts(tracker.models)
         self._buffers = Buffers(tracker.models)
         self._extra = ExtraStates(self._parts.modules)
@@ -78,7 +88,7 @@ class Boundary:
         """Keep the state: the step that it counts is complete. `begins`: the training function was not called since
         this state was made or taken. `enters`: it was agreed on for a world in which no step was done yet. Another rank
         may not have come so far, so the random numbers are not written down: those of the step's own world stay."""
-        step = self.step = state.step
+        step = self.step = state._step
         self.epoch, self.passes = state.epoch, 0
         self._random.read()
         if self._record is not None:
@@ -92,9 +102,8 @@ class Boundary:
             self._schedules = [*map(call, self._schedules_now)]
         # Also without a schedule: the program's own code may change a learning rate at an epoch's end.
         self._options = [
-            group.copy() if type(group.get("lr")) is float else _options_of(group)
+            [group.copy() if type(group.get("lr")) is float else _options_of(group) for group in each.param_groups]
             for each in self._optimizers
-            for group in each.param_groups
         ]
         if self._parts.renew():
             self._buffers.take(self._parts.modules)
@@ -154,29 +163,23 @@ class Boundary:
         self.passes += torch.is_grad_enabled()
         self.note_drawn()  # each micro-batch calls this; that of the step's last one stays
         if self.objects.any:
-            self.objects.forward_done(self._tracker.state.step + 1)
+            self.objects.forward_done(self._tracker.step + 1)
         if self.after_forward is not None:
             self.after_forward()
 
     def note_drawn(self) -> None:
         """Write the random numbers down again: the loss has drawn some, or an optimizer that adds noise."""
         if self._record is not None:
-            self._record.write(self._tracker.state.step + 1, self._random.now(), complete=False)
+            self._record.write(self._tracker.step + 1, self._random.now(), complete=False)
 
     def rewind(self, state: TrainState) -> None:
         """Go back to the last `mark`."""
         self._interrupted = self._random.now(look=True), self._buffers.copies()
         state.step, state.epoch = self.step, self.epoch
         self._random.restore()
-        if self._schedulers:
-            for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
-                kept = {name: each for name, each in schedule.items() if name != "optimizer"}
-                scheduler.load_state_dict(_with_own_containers(kept))
         self.objects.rewind()
         # After the objects: a schedule of the program's own may set options when it takes its state.
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        for group, options in zip(groups, self._options, strict=True):
-            _set_options(group, options)
+        self.set_rates(self.rates)
         for parameter, needs in zip(self._parts.parameters, self._needing, strict=True):
             if parameter.requires_grad != needs:
                 parameter.requires_grad_(needs)
@@ -217,6 +220,21 @@ class Boundary:
 
     def set_random(self, states: States) -> None:
         self._random.restore(states)
+
+    @property
+    def rates(self) -> Rates:
+        """The states of the schedules, and the optimizers' options, at the last `mark`."""
+        return Rates(self._schedules, self._options)
+
+    def set_rates(self, rates: Rates) -> None:
+        for scheduler, schedule in zip(self._schedulers, rates.schedules, strict=True):
+            kept = {name: each for name, each in schedule.items() if name != "optimizer"}
+            scheduler.load_state_dict(_with_own_containers(kept))
+        for optimizer, kept_options in zip(self._optimizers, rates.options, strict=True):
+            # A group that was added since then goes, and the program adds it again.
+            del optimizer.param_groups[len(kept_options) :]
+            for group, options in zip(optimizer.param_groups, kept_options, strict=True):
+                _set_options(group, options)
 
     def random_digests(self) -> dict[str, str]:
         """The digests of the generators' states at the last `mark`, by name."""

@@ -27,6 +27,7 @@ from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, WHY_CHARACTER
 from holdfast.train.accumulation import forget_pending
 from holdfast.train.agent_channel import AgentChannel, ChannelLostError, Go, Release
 from holdfast.train.agreement import Peers
+from holdfast.train.boundary import Rates
 from holdfast.train.group import LONE_EXIT_PATIENCE_S, ProcessGroup, regroup
 from holdfast.train.mistakes import SharedFacts
 from holdfast.train.random_numbers import States
@@ -69,6 +70,9 @@ class FunctionsCalled:
     started with them. It comes there through all functions before, which have nothing left to do."""
     random: States | None = None
     """The random numbers of the lost rank, until this process has come to that function; None: it has."""
+    rates: Rates | None = None
+    """The rates with which the others train, until then: code on the way to that function may change them again, and
+    each rank would train with another one."""
     generation: int = 0
     """The current generation; 0: the one in which this process was started, whose number it does not know."""
     report: RegroupReport | None = None

@@ -3,9 +3,12 @@
 `for epoch in state.epochs(…)` begins the body of that epoch again, and the loader gives the rest of its batches. Two
 habits are then wrong, in silence:
 
-- Code before the loop over the loader runs a second time. `lr *= 0.1` there is in the restored state already.
+- Code before the loop over the loader runs a second time. `lr *= 0.1` there is in the restored state already. So does
+  code between two loops over epochs, when the first one has no epoch left.
 - `enumerate(loader)` counts from 0 again, so that `i + 1 == len(loader)` never comes true, and the gradients of the
   last batches wait for an optimizer step that nobody makes.
+
+`Whereabouts` notices a loop that goes over `range(n)` instead of `state.epochs(n)`.
 
 It only looks at options and gradients, in the first step and at the end of such an epoch. Code that computes a rate
 from the epoch or from the step changes nothing when it runs again, or sets the rate in each step: that is no mistake.
@@ -16,25 +19,36 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from holdfast.train.data import Position
+
+Options = list[dict[str, float]]
+"""The numbers among the options of all parameter groups."""
+STEPS_UNTIL_ASKED = 2
+"""The number of steps after which a script has asked where it is, or never does."""
+
 
 class Reentry:
     """The rest of an epoch."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], loaders: Sequence[Any], growth: float) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], loaders: Sequence[Any], growth: float, before: Options | None = None
+    ) -> None:
         """`loaders`: those of ours that go on within the epoch. `growth`: the number of ranks, divided by that of the
-        epoch so far."""
+        epoch so far. `before`: the options at the end of an earlier loop over epochs, which had no epoch left; None:
+        they are looked at now."""
         self._optimizers = optimizers
         self._loaders = loaders
         for each in loaders:
             each._length_asked = False
-        self._before = _options(optimizers)
-        self._at_pass: list[dict[str, Any]] | None = None
+        self._before = options_of(optimizers) if before is None else before
+        self._at_pass: Options | None = None
         """The options when the first pass over tracked data began; None: none has."""
         self._growth = growth
         self._stepped = False
@@ -42,14 +56,14 @@ class Reentry:
     def pass_begins(self) -> None:
         """Note that a pass over tracked data of the training begins."""
         if self._at_pass is None:
-            self._at_pass = _options(self._optimizers)
+            self._at_pass = options_of(self._optimizers)
 
     def step(self, epoch: int) -> None:
         """Warn at the first step if code before the loop has changed an option, and the loop did not set it."""
         stepped, self._stepped = self._stepped, True
         if stepped or self._at_pass is None:
             return
-        now = _options(self._optimizers)
+        now = options_of(self._optimizers)
         for before, at_pass, after in zip(self._before, self._at_pass, now, strict=False):
             for option in sorted(before.keys() & at_pass.keys() & after.keys()):
                 if before[option] != at_pass[option] == after[option] and not self._follows_ranks(
@@ -81,7 +95,50 @@ class Reentry:
             )
 
 
-def _options(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+class Whereabouts:
+    """A training that goes on after a resume, in a later epoch than the first one, whose script may not know it.
+
+    `for epoch in range(n)` then trains n more epochs. A script whose number of steps is right has asked for something:
+    `state.epochs(…)`, `state.step`, the loader's position, or what `resume()` has returned."""
+
+    def __init__(self, asked: Callable[[], bool], resumed: object, positions: Sequence[Position]) -> None:
+        """`asked`: whether the script has asked for its place in other ways. `resumed`: what `resume()` returns.
+        `positions`: those of the loaders over which the training goes."""
+        self._asked = asked
+        self._resumed = weakref.ref(resumed)
+        self._positions = positions
+        self._epoch = max((each.epoch for each in positions), default=0)
+        self._steps = 0
+
+    def at_step(self) -> bool:
+        """Note that a step is complete. Returns whether more are looked at."""
+        self._steps += 1
+        if self._steps < STEPS_UNTIL_ASKED:  # a loop may ask at its end
+            return True
+        known = self._asked() or self._resumed() is not None or any(each.known for each in self._positions)
+        if self._epoch and not known:
+            warnings.warn(
+                f"holdfast: training goes on in epoch {self._epoch} after a resume, and the loop has not asked where "
+                "it is: `for epoch in range(n)` trains n more epochs. Write `for epoch in state.epochs(n)`, or "
+                "`while state.step < n`.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return False
+
+
+def warn_of_weights(epoch: int) -> None:
+    """Warn of code between two loops over epochs that has changed the restored weights."""
+    warnings.warn(
+        f"holdfast: epoch {epoch} goes on after a resume, and code between two loops over epochs has changed the "
+        "weights: it had run before, and what was trained since is lost. Write it under `if state.epoch == n and "
+        "loader.cursor == 0:`, with the n of the loop before.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def options_of(optimizers: Sequence[Optimizer]) -> Options:
     """The numbers among the options of all parameter groups."""
     return [
         {key: number for key, value in group.items() if (number := _number(value)) is not None}

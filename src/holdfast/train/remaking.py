@@ -203,7 +203,7 @@ class Remaker:
         return self._replicas is None or not self._replicas.stepping
 
     def step(self) -> int:
-        return self._snaps.state.step
+        return self._snaps._tracker.step
 
     def at_safe_point(self, release: Release) -> None:
         if self._spare:
@@ -327,7 +327,7 @@ class Remaker:
         self._snaps._made_in = name_of(self._function)
         tracker, report = self._snaps._tracker, self._calls.functions.report
         if report is not None:
-            report.step, report.steps_lost = self._snaps.state.step, steps_lost
+            report.step, report.steps_lost = self._snaps._tracker.step, steps_lost
         self._unsaved = None
         if not self._unsaved_known and enabled() and (unsaved := UnsavedBuffers(tracker.named_models())).any:
             self._unsaved = unsaved

@@ -69,7 +69,7 @@ class ReplicaState:
         rank was lost before: then this step is given up. `is_cut`: whether a rank was lost. `is_known`: whether another
         rank knows that this step is done; it waits for all ranks that are left."""
         if self._agreement is not None:
-            step = self._tracker.state.step + 1
+            step = self._tracker.step + 1
             match self._agreement.enters(step, is_cut):
                 case StepEntry.DONE:
                     self.decided = step

@@ -200,9 +200,9 @@ class Saving:
         self._disagreed = 0
         """The number of calls since the last save at which gradients were pending on some ranks and not on others;
         counted on rank 0."""
-        self._compared_step = tracker.state.step
+        self._compared_step = tracker.step
         """The last step at which replicas were compared for the disk, and equal."""
-        self._first_step = tracker.state.step
+        self._first_step = tracker.step
         """The step from which these ranks go on."""
         self._equal_step: int | None = None
         """The last step at which the replicas of the present plan were found equal; None: it is not known that they
@@ -251,7 +251,7 @@ class Saving:
         all ranks differs only then."""
         if self._rules.replicas_differ or self._peers.world == 1:
             return False
-        return self._equal_step is None or self._equal_step == self._first_step < self._tracker.state.step
+        return self._equal_step is None or self._equal_step == self._first_step < self._tracker.step
 
     @property
     def peers(self) -> Peers:
@@ -274,7 +274,7 @@ class Saving:
         self._peers, self._taken = peers, taken
         self._saves = 0
         self._layout = self._equal_step = None
-        self._first_step = self._tracker.state.step
+        self._first_step = self._tracker.step
         self._was_equal = self.compares_first_step = True
         self.tier.regroup(peers.rank, peers.world, generation)
 
@@ -445,7 +445,7 @@ class Saving:
                         self.settle()
                         # This rank's copy is dropped: otherwise the next try would overwrite the slot with the last
                         # state that all ranks have.
-                        self.tier.drop(self._tracker.state.step - 1)
+                        self.tier.drop(self._tracker.step - 1)
                     return SaveResult(durable=False, failure=failure, postponed=True)
             if decision not in REPEATS:
                 break
@@ -457,7 +457,7 @@ class Saving:
 
         if decision is SaveDecision.PERSIST:
             self._clock.saved(time.monotonic())  # on every rank: any of them may be rank 0 of a later world
-            self._compared_step = self._tracker.state.step
+            self._compared_step = self._tracker.step
             request = self._request(answer["attempt"], answer["metrics"])
             stall_s = round(time.monotonic() - began_s, 6)
             request = replace(
@@ -474,7 +474,7 @@ class Saving:
             self._whole = self._request(self._taken.rescue, {}).identity
             self._remove_added_slot()
         if self._copies is not None:
-            self._copies.follow(answer.get("copies", {}), self._peers.rank, self._tracker.state.step)
+            self._copies.follow(answer.get("copies", {}), self._peers.rank, self._tracker.step)
         return SaveResult(decision is SaveDecision.PERSIST, failure, answer.get("ask_at", 0))
 
     def _take_failure(self, report: Mapping[str, Any] | None, not_finite_step: int = -1) -> str:
@@ -571,7 +571,7 @@ class Saving:
         errors = [[each.code, str(each)] for each in self.errors]
         self.errors.clear()
         copies = None if self._copies is None else self._copies.report()
-        step, not_finite_step = self._tracker.state.step, self.tier.not_finite_step
+        step, not_finite_step = self._tracker.step, self.tier.not_finite_step
         reports = self._peers.gather([copy.value, text, metrics, step, errors, copies, not_finite_step, replicated])
         answer: dict[str, Any] | None = None
         if reports:  # on rank 0
@@ -585,7 +585,7 @@ class Saving:
 
     def _decide(self, reports: Sequence[_SaveReport], *, durable: bool, demanded: bool) -> dict[str, Any]:
         """Rank 0's decision, for all ranks, with what belongs to it. `reports`: in order of rank."""
-        step, now_s = self._tracker.state.step, time.monotonic()
+        step, now_s = self._tracker.step, time.monotonic()
         for rank, each in enumerate(reports):
             if each.staged is Staged.FAILED:
                 return {"do": SaveDecision.FAIL.value, "text": f"rank {rank} failed: {each.failure}"}
@@ -669,7 +669,7 @@ class Saving:
         self._discard()
         if not isinstance(self.tier, SaverClient):
             return False
-        slots, step, whole = self.tier.slots, self._tracker.state.step, self._whole
+        slots, step, whole = self.tier.slots, self._tracker.step, self._whole
         if whole is not None and whole[0] == step:
             return False
         requests = [slot.request for slot in slots.committed()]
@@ -752,7 +752,7 @@ class Saving:
         answers = self._peers.gather(self._digests(self._collect()))
         differ: list[int] = self._peers.broadcast(_differing(answers) if answers else None)
         if not differ:
-            self._equal_step = self._tracker.state.step
+            self._equal_step = self._tracker.step
         return differ
 
     def _raise_difference(self, ranks: list[int]) -> NoReturn:
@@ -768,7 +768,7 @@ class Saving:
         found = None
         if answers:
             found = replicas.first_difference({rank: answers[rank][1] for rank in ranks}, answers[ranks[0]][0])
-        raise ReplicasDifferError(self._peers.broadcast(_text_of_difference(found, self._tracker.state.step)))
+        raise ReplicasDifferError(self._peers.broadcast(_text_of_difference(found, self._tracker.step)))
 
     def drop_not_finite(self, step: int) -> None:
         """Drop the states from this step on: its values are not finite, and the saver would write the newest one when
@@ -794,12 +794,12 @@ class Saving:
 
         self._await_reserved(self._staged + 1)
         try:
-            memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
+            memory = self.tier.stage(self._tracker.step, layout.size_bytes, wait=wait)
         except SnapshotMemoryError as error:
             # When memory was reserved, the saver had locked this slot, which was a previous worker's: it has to grow
             # only now.
             self._use_disk_alone(error)
-            memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
+            memory = self.tier.stage(self._tracker.step, layout.size_bytes, wait=wait)
         if memory is None:
             return Staged.NO_ROOM
         request = self._request(self._taken.rescue, metrics)
@@ -810,7 +810,7 @@ class Saving:
             self.tier.commit(request)
             self._staged += 1
             return Staged.STAGED
-        self._landing = _Landing(began.copy, self._tracker.state.step, request)
+        self._landing = _Landing(began.copy, self._tracker.step, request)
         if overlaps and self._copies is None:  # copies on other nodes are sent behind the commit
             return Staged.STAGED
         if (failure := self._land(self._landing, self._landing.copy.finish())) is None:
@@ -839,7 +839,7 @@ class Saving:
             note["file_bytes"] = self._layout.file.size_bytes
         peers, state = self._peers, self._tracker.state
         metadata: dict[str, Any] = {"metrics": dict(metrics), "epoch": state.epoch}
-        return SaveRequest(str(self._taken.path), state.step, number, peers.rank, peers.world, note, metadata)
+        return SaveRequest(str(self._taken.path), self._tracker.step, number, peers.rank, peers.world, note, metadata)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import not_exchanged
+from holdfast.train.reentry import Whereabouts
 from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.save import ALONE_SAVE, Pruner, SaveRules, Saving
 from holdfast.train.snapshots import folder as folders
@@ -165,6 +166,9 @@ class Snapshots:
     _functions: FunctionsCalled | None = None
     """The training functions that were called in `ht.survive`, if what they train was made before; None: there were
     none."""
+
+    _whereabouts: Whereabouts | None = None
+    """Looks whether the script asks where it goes on after a resume; None: it was looked at."""
 
     def __init__(
         self,
@@ -354,9 +358,13 @@ class Snapshots:
                     "continue the run of that training\n"
                 )
 
+        if resumed is not None and choice.only is None and peers.rank == 0 and self._remaker is None:
+            self._whereabouts = self._tracker.whereabouts(resumed)
         self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
+        with self._closed_by_failure():
+            self._tracker.check_data(peers)
         saving = self._begin(peers, tier)
         if resumed is None:
             self._tracker.find_own_buffers(peers)
@@ -483,7 +491,7 @@ class Snapshots:
         if self._saving is not None:
             self._opened = self._saving.tier
             if self._new_world is None:  # otherwise training has not begun again since the last loss
-                facts = (self.state.step, self._schedule.durable_step, self._durable_epoch, self._unsaved)
+                facts = (self._tracker.step, self._schedule.durable_step, self._durable_epoch, self._unsaved)
                 self._before = _Before(*facts, self._saving.errors)
         self._stop_hooks()
         self._tracker = self._tracker.emptied()
@@ -507,7 +515,7 @@ class Snapshots:
         if self._new_world is not None:
             reports = saving.peers.all_gather(self._before.packed())
             newest = max((_Before(*each) for each in reports), key=lambda each: each.durable_step)
-            step, lost = self.state.step, max(0, max(each[0] for each in reports) - self.state.step)
+            step, lost = self._tracker.step, max(0, max(each[0] for each in reports) - self._tracker.step)
             if resumed is None or resumed.source != "disk":  # otherwise `_begin` has set what the disk has
                 self._schedule.follow([min(newest.durable_step, step), step, step + 1])
                 self._durable_epoch, self._unsaved = newest.durable_epoch, newest.unsaved
@@ -552,15 +560,15 @@ class Snapshots:
         assert self._taken is not None
         if self._life is None:
             self._life = OwnLife(self.path)
-        step, self._durable_epoch = self.state.step, self.state.epoch
+        step, self._durable_epoch = self._tracker.step, self.state.epoch
         worker.at_step(step)
         self._schedule.start(step)
         if self._before.step < 0:  # otherwise the time since the last save goes on
             self._clock.start(step, time.monotonic())
         self._watch_optimizers()
         self._tracker.switches.begin()
-        state = self.state
-        replica_check.counted_by(lambda: state.step)
+        state = self.state  # the tracker would keep the models alive
+        replica_check.counted_by(lambda: state._step)
         if self._options.replicas_differ:
             replica_check.may_differ(self._tracker.models)
         rules = SaveRules(
@@ -635,6 +643,7 @@ class Snapshots:
                 peers, tier = self._open()
                 if not peers.broadcast(self._may_begin_new_run() if peers.rank == 0 else None):
                     raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
+                self._tracker.check_data(peers)
             return self._begin(peers, tier)
         return self._saving
 
@@ -659,11 +668,11 @@ class Snapshots:
         """
         saving = self._saving_or_begin()
         self._used = True
-        self.state.step += 1
+        self._tracker.step += 1
         self._tracker.note_trained()
         if self._beat is not None:
             self._beat()
-        worker.at_step(self.state.step)
+        worker.at_step(self._tracker.step)
         self._metrics = metrics
         self._check_background(saving)
 
@@ -688,9 +697,11 @@ class Snapshots:
     def _complete(self, metrics: Mapping[str, Any], *, stepped: bool) -> None:
         """Do what belongs to the end of an optimizer step on this rank. It waits for no other rank."""
         if self._life is not None:  # also if a scaler has skipped the optimizer's step
-            self._life.losses.step(self.state.step, metrics, stepped=stepped)
+            self._life.losses.step(self._tracker.step, metrics, stepped=stepped)
         if self._untracked is not None and self._untracked.at_step():
             self._note_untracked_data()
+        if self._whereabouts is not None and not self._whereabouts.at_step():
+            self._whereabouts = None
         while self._until_first_step:  # the hooks cannot remove themselves: torch iterates over them while they run
             self._until_first_step.pop()()
         if self._survivor is not None:
@@ -712,7 +723,7 @@ class Snapshots:
             )
 
     def _save_if_due(self, saving: Saving, *, pending: bool) -> None:
-        step, schedule = self.state.step, self._schedule
+        step, schedule = self._tracker.step, self._schedule
         self._save_wanted |= worker.should_save()
         durable = self._save_wanted or schedule.durable_due(step)
         if not durable and schedule.ask_due(step):
@@ -771,7 +782,7 @@ class Snapshots:
     def _save_the_last(self) -> None:
         """Save the last state, unless the disk has it: all epochs are trained, on every rank."""
         newest = (self._schedule.durable_step, self._durable_epoch)
-        if self._saving is not None and ((self.state.step, self.state.epoch) != newest or self._unsaved):
+        if self._saving is not None and ((self._tracker.step, self.state.epoch) != newest or self._unsaved):
             self._save_epoch()
 
     def _save_epoch(self) -> None:
@@ -795,7 +806,7 @@ class Snapshots:
         self._save_wanted = False
         if done.ask_at:
             self._schedule.ask_at = done.ask_at
-        self._schedule.saved(self.state.step, done.durable or (durable and bool(done.failure)))
+        self._schedule.saved(self._tracker.step, done.durable or (durable and bool(done.failure)))
         self._unsaved = "" if done.durable else done.failure or self._unsaved
         if done.durable:
             self._durable_epoch = self.state.epoch
@@ -891,7 +902,7 @@ class Snapshots:
         if self._is_in_child:
             return
         if self._life is not None and error is not None:
-            self._life.failed(error, self.state.step)
+            self._life.failed(error, self._tracker.step)
         self._closed = True
         self._remove_hooks()
         if self._saving is not None:

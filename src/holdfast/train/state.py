@@ -36,8 +36,8 @@ from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train import replicas, torch_private
 from holdfast.train import state_codec as codec
 from holdfast.train.agreement import Peers
-from holdfast.train.data import rank_and_world
-from holdfast.train.own_objects import is_data
+from holdfast.train.data import Position, check_same, rank_and_world
+from holdfast.train.own_objects import is_data, unknown_objects
 from holdfast.train.random_numbers import (
     RandomNumbers,
     RandomRecord,
@@ -48,8 +48,8 @@ from holdfast.train.random_numbers import (
 )
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
-from holdfast.train.reentry import Reentry
-from holdfast.train.sharding import OWN, TIED
+from holdfast.train.reentry import Options, Reentry, Whereabouts, options_of, warn_of_weights
+from holdfast.train.sharding import OWN, TIED, local_tensor
 from holdfast.train.switches import Switches
 from holdfast.train.tracked import (
     Choice,
@@ -156,8 +156,9 @@ class TrainState:
     """The position of the training. `track` returns it."""
 
     def __init__(self) -> None:
-        self.step = 0
-        """The number of calls of `Snapshots.step()` in all lives of this job."""
+        self._step = 0
+        self._asked = False
+        """Whether the script has asked for the step, or goes over `epochs()`."""
         self.epoch = 0
         """The number of the current epoch, from 0."""
         self.run_id = ""
@@ -165,6 +166,8 @@ class TrainState:
         with the state. That variable has it, too."""
         self._follow: Callable[[int], None] = lambda _epoch: None
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._pass_by: Callable[[int], None] = lambda _count: None
+        """A function that is called with the number of epochs of a loop that has none left."""
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
         self._pending: Callable[[], bool] = lambda: False
@@ -178,14 +181,24 @@ class TrainState:
         self._only = ""
         """The objects that were restored from another run, with step and epoch (`resume(only=…)`); empty: all were."""
 
+    @property
+    def step(self) -> int:
+        """The number of calls of `Snapshots.step()` in all lives of this job."""
+        self._asked = True
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+
     def _name(self, run_id: str) -> None:
         """Set the id of the training. Loggers find it in the environment; child processes of this rank, too."""
         self.run_id = os.environ[RUN_ID_VARIABLE] = run_id
 
     def _begin_again(self) -> None:
-        self.step, self.epoch, self._only = 0, 0, ""
+        self._step, self.epoch, self._only = 0, 0, ""
         self._follow, self._batches = (lambda _epoch: None), (lambda: (0, 0))
-        self._reentry = None
+        self._pass_by, self._reentry = (lambda _count: None), None
 
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
@@ -205,11 +218,14 @@ class TrainState:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        self._asked = True
+        if self.epoch >= count:
+            self._pass_by(count)
         while self.epoch < count:
             self._follow(self.epoch)
             left, whole = self._batches()
             if whole:
-                worker.at_step(self.step, of=self.step + left + (count - self.epoch - 1) * whole)
+                worker.at_step(self._step, of=self._step + left + (count - self.epoch - 1) * whole)
             self._in_body = True
             try:
                 yield self.epoch
@@ -292,6 +308,11 @@ class Tracker:
     """Positions of the loaders that were restored, until the training begins."""
     _counts: dict[str, Any] = field(default_factory=dict)
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
+    _trains: bool = False
+    """Whether a step was made in this process."""
+    _passed_by: tuple[Options, str] | None = None
+    """The optimizers' options, and a digest of the weights, when the first loop over epochs had none left, after a
+    resume; None: there was none."""
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
     contain all objects, and these names."""
@@ -326,6 +347,16 @@ class Tracker:
                     f"track({name}=…): a {type(each).__name__} has no state_dict() and load_state_dict(){hint}"
                 )
         self.state._follow, self.state._batches = self._set_epoch, self._count_batches
+        self.state._pass_by = self._note_passed_by
+
+    @property
+    def step(self) -> int:
+        """`state.step`, for holdfast: that notes that the script has asked for it."""
+        return self.state._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.state._step = step
 
     def emptied(self) -> Tracker:
         """A tracker of nothing, with the same counters, which begin at 0."""
@@ -377,6 +408,14 @@ class Tracker:
         `regroup(rank, world)`."""
         return {name: each for name, each in self.others.items() if callable(getattr(each, "regroup", None))}
 
+    def check_data(self, peers: Peers) -> None:
+        """Raise DataError if the ranks divide data among themselves that are not the same on all. All ranks call
+        this."""
+        identities = ((name, getattr(each, "_identity", None)) for name, each in self.others.items())
+        theirs = peers.all_gather({name: identity() for name, identity in identities if identity is not None})
+        for name, first in theirs[0].items():
+            check_same(name, [first, *(each.get(name) for each in theirs[1:])])
+
     def check_counted(self) -> None:
         """Raise TrackingError if the loop's body has a batch that its loader has not counted."""
         if any(getattr(each, "_in_body", False) for each in self.others.values()):
@@ -400,7 +439,7 @@ class Tracker:
 
     def note_trained(self) -> None:
         """Let loaders count the batch in the loop's body as trained."""
-        self._resumed = {}
+        self._resumed, self._trains = {}, True
         self._counts = self._schedule_counts()
         if self.state._reentry is not None:
             self.state._reentry.step(self.state.epoch)
@@ -429,11 +468,43 @@ class Tracker:
                 each._go_back(resumed[name])
             if callable(follow := getattr(each, "set_epoch", None)):
                 follow(epoch)
-        continued = [each for each in self.others.values() if getattr(each, "_continues", bool)()]
+        continued = self._continued()
         loaders = [each for each in continued if hasattr(each, "_length_asked")]
         before, self.state._ranks = self.state._ranks, rank_and_world(None)[1]
         growth = self.state._ranks / (before or self.state._ranks)
-        self.state._reentry = Reentry(self.optimizers, loaders, growth) if continued else None
+        passed_by, self._passed_by = self._passed_by, None
+        if passed_by is not None and passed_by[1] != self._weights():
+            warn_of_weights(epoch)
+        options = None if passed_by is None else passed_by[0]
+        goes_on = bool(continued) or options is not None
+        self.state._reentry = Reentry(self.optimizers, loaders, growth, options) if goes_on else None
+
+    def _continued(self) -> list[Any]:
+        """The loaders and samplers whose next pass begins within an epoch."""
+        return [each for each in self.others.values() if getattr(each, "_continues", bool)()]
+
+    def _note_passed_by(self, count: int) -> None:
+        """Note that a loop over `count` epochs has none left, since they were trained before a resume. If more was
+        trained then, so has the code that follows run."""
+        begins_next = self.state.epoch == count and not self._continued()
+        if begins_next or self._trains:
+            self._passed_by = None
+        elif self._passed_by is None:
+            self._passed_by = options_of(self.optimizers), self._weights()
+
+    def _weights(self) -> str:
+        """A digest of this rank's parameters."""
+        parameters = (local_tensor(each) for model in self.models for each in model.parameters())
+        return replicas.total([each for each in parameters if codec.is_array(each)])
+
+    def whereabouts(self, resumed: object) -> Whereabouts:
+        """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""
+        self.state._asked = False
+        goes_on = (each for each in self.others.values() if isinstance(getattr(each, "_position", None), Position))
+        training = [each._position for each in goes_on if not each._evaluates]
+        if unknown_objects(self.others):
+            training = []  # one of them may count epochs for the script
+        return Whereabouts(lambda: self.state._asked, resumed, training)
 
     def _count_batches(self) -> tuple[int, int]:
         """The number of batches left in this epoch, and that of a whole one; zeros unless exactly one loader is the
@@ -451,7 +522,7 @@ class Tracker:
             "format": FORMAT,
             "rank": rank,
             "world": world,
-            "step": self.state.step,
+            "step": self.step,
             "epoch": self.state.epoch,
             "run_id": self.state.run_id,
             "models": parts.models,
@@ -605,7 +676,7 @@ class Tracker:
         self._resumed = {
             name: position_of(each) for name, each in self.followers().items() if hasattr(each, "_go_back")
         }
-        self.state.step = codec.expect(text.get("step"), int, "step")
+        self.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
         self.state._ranks = world_then
         run_id = codec.expect(text.get("run_id", ""), str, "run_id")
@@ -615,7 +686,7 @@ class Tracker:
         drawn = codec.decode(text["random"], saved.fresh)
         if world == world_then and text.get(STAND_IN):
             assert self.random_record is not None
-            RandomNumbers().restore(self.random_record.read(self.state.step))
+            RandomNumbers().restore(self.random_record.read(self.step))
         elif world == world_then:
             set_random_state(drawn)
         else:

@@ -257,13 +257,15 @@ class Survivor:
             # Since resume() a replacement may have drawn numbers, which the lost rank had not.
             if self._functions.random is not None:
                 self._boundary.set_random(self._functions.random)
+            if self._functions.rates is not None:
+                self._boundary.set_rates(self._functions.rates)
             joins = 0 < self._functions.count <= self._functions.joined_in
             self._boundary.mark(self._snaps.state, begins=True, enters=joins)
             self._begin_step()
             if self._functions.count < self._functions.joined_in:
                 self._boundary.after_forward = self._refuse_training
             else:
-                self._functions.random = None
+                self._functions.random = self._functions.rates = None
             self._reducers.mark()
 
             return self._calls.run(train, self)
@@ -289,7 +291,7 @@ class Survivor:
         """Nothing is done: the state after the last step is kept."""
 
     def step(self) -> int:
-        return self._snaps.state.step
+        return self._snaps._tracker.step
 
     def _leave(self) -> None:
         """Tell the agent that this process cannot survive a loss any more, and release everything."""
@@ -469,7 +471,8 @@ class Survivor:
         self._calls.channel.say("ready")
         # If another rank is lost meanwhile, it is a replacement again.
         chosen = self._calls.entering(lambda go: self._agree(go, step=-1).chosen)
-        self._functions.joined_in, self._functions.random = chosen.function, self._boundary.random
+        functions, boundary = self._functions, self._boundary
+        functions.joined_in, functions.random, functions.rates = chosen.function, boundary.random, boundary.rates
         return chosen.step
 
 

@@ -316,6 +316,13 @@ def train_other(pg: Any) -> None:
         train()
 
 
+def between_the_two(adam: torch.optim.Optimizer, schedule: Schedule) -> None:
+    """What a script may do between two training functions. A replacement comes by here with what it has taken."""
+    torch.rand(LOCAL_RANK + 1)
+    adam.param_groups[0]["lr"] *= 0.5
+    schedule.step()
+
+
 def set_up() -> None:
     torch.set_num_threads(1)
     in_saves_and_checks()
@@ -386,7 +393,7 @@ def main() -> None:
         worlds: list[int] = []
         train()
         if case.more:
-            torch.rand(LOCAL_RANK + 1)  # as an evaluation between the two may do
+            between_the_two(adam, schedule)
             train_on()
         if case.other == "after":
             train_other(pg)

@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
@@ -362,15 +362,35 @@ def _found() -> tuple[int, int]:
         raise DataError(f"RANK={rank!r} and WORLD_SIZE={world!r} are not numbers.") from None
 
 
+def check_same(name: str, identities: Sequence[list[Any] | None]) -> None:
+    """Raise DataError if ranks that divide data among themselves do not have the same data in the same order.
+    `identities`: by rank (`Position.identity`); None: this rank divides none."""
+    first = identities[0]
+    for rank, found in enumerate(identities):
+        if found is None or first is None or found == first:
+            continue
+        whats = ("datasets of {} and {} samples", "seed={} and seed={}", "the orders {} and {}")
+        differences = (
+            what.format(*both) for what, *both in zip(whats, found, first, strict=False) if both[0] != both[1]
+        )
+        raise DataError(
+            f"the ranks divide the data of {name} among them, and ranks {rank} and 0 have "
+            f"{next(differences, 'Subsets of other samples')}: some samples would be trained twice, and others never\n"
+            "Give all ranks the same dataset, seed= and shuffle=. Data that each rank has for itself: ranks=(0, 1)."
+        )
+
+
 class Position:
     """Position of a loader or sampler. Only the training process changes it."""
 
-    def __init__(self, seed: int, length: int, order: str) -> None:
+    def __init__(self, seed: int, length: int, order: str, part: str = "") -> None:
         self.seed = seed
         self.length = length
         """The number of samples in an epoch."""
         self.order = order
         """The order's name."""
+        self.part = part
+        """The samples that a Subset takes of a dataset (`datasets.part_of`); empty: it is no Subset."""
         self.epoch = 0
         self.cursor = 0
         """The number of samples of the epoch that are trained, of all ranks together."""
@@ -380,6 +400,8 @@ class Position:
         """Whether `trained` was ever called."""
         self._as_loaded = False
         """Whether a state was loaded and nothing trained since."""
+        self.known = True
+        """Whether the script has asked for the position, or set the epoch, since a state was loaded."""
         self._asked_is_done = False
         """Whether the epoch that was asked for had been trained to its end before the loaded state was saved."""
 
@@ -423,6 +445,7 @@ class Position:
         rest. Raises DataError."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise DataError(f"Epochs are whole numbers from 0; {epoch!r} is none.")
+        self.known = True
         if self._as_loaded and epoch <= self.epoch:
             self._asked_is_done = epoch < self.epoch
         else:
@@ -442,7 +465,12 @@ class Position:
             "cursor": self.cursor,
             "length": self.length,
             "order": self.order,
+            **({"part": self.part} if self.part else {}),
         }
+
+    def identity(self) -> list[Any]:
+        """What has to be equal on all ranks that divide the data among themselves: see `check_same`."""
+        return [self.length, self.seed, self.order, self.part]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at this position. Raises DataStateError, and changes nothing, if the state belongs to something
@@ -468,6 +496,14 @@ class Position:
                     "samples would be lost and repeated.\n"
                     f"Give the loader the {argument} of the snapshot."
                 )
+        # Snapshots of earlier versions, and those of a dataset that was no Subset, have no part.
+        if self.part and state.get("part", self.part) != self.part:
+            raise DataStateError(
+                "The snapshot's Subset had other samples than this one has: what was held back would be trained, and "
+                "samples would be lost and repeated.\n"
+                "Choose the same ones in each start and on each rank: "
+                "random_split(…, generator=torch.Generator().manual_seed(0)), or random.Random(0).shuffle(indices)."
+            )
         if state["cursor"] > self.length:
             raise DataStateError(
                 f"The loader's state is damaged: {state['cursor']:,} of {self.length:,} samples trained."
@@ -475,4 +511,4 @@ class Position:
 
         self._begin_epoch(state["epoch"])
         self.cursor = state["cursor"]
-        self._as_loaded = True
+        self._as_loaded, self.known = True, False

@@ -18,6 +18,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
+import operator
 import random
 import zlib
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, get_worker_info
 
 from holdfast.protocol.errors import DataError
 from holdfast.train.data import EpochOrder, Integers, Share, order_of
@@ -134,6 +135,31 @@ def _mixed(number: int) -> int:
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _WORD
     return number ^ (number >> 31)
+
+
+PART_INDICES_MAX = 65_536
+"""Limit of the indices of a Subset that are read for its digest: parts that were drawn differ everywhere."""
+
+
+def part_of(dataset: Any) -> str:
+    """A digest of the samples that a Subset, as one of `random_split`, takes of its dataset; empty: it is no Subset, or
+    its indices are no numbers."""
+    if isinstance(dataset, ConcatDataset):
+        parts = [part_of(each) for each in dataset.datasets]
+        return _digest(parts) if any(parts) else ""
+    indices = getattr(dataset, "indices", None) if isinstance(dataset, Subset) else None
+    if indices is None:
+        return ""
+    count = len(indices)
+    read = range(0, count, -(-count // PART_INDICES_MAX) or 1)
+    try:
+        return _digest([count, [operator.index(indices[each]) for each in read], part_of(dataset.dataset)])
+    except TypeError:
+        return ""
+
+
+def _digest(value: list[Any]) -> str:
+    return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------

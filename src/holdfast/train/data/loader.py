@@ -40,6 +40,7 @@ from holdfast.train.data.datasets import (
     ShardedDataset,
     ShardOrder,
     ShardReader,
+    part_of,
     sample_seed,
     shard_order_name,
     shard_sizes,
@@ -128,7 +129,7 @@ class DataLoader:
             seed = 0 if generator is None else generator.initial_seed()
         seed = operator.index(seed)
         length, order, self._order_of, source = _source(dataset, seed, shuffle=shuffle)
-        self._position = Position(seed, length, order)
+        self._position = Position(seed, length, order, part_of(dataset))
         self._share: Share | None = None
 
         self._batches = _Batches()
@@ -229,6 +230,7 @@ class DataLoader:
     def batch_number(self) -> int:
         """The number of the batch in the loop's body within its epoch, from 0; in the last one it is `len(loader) - 1`.
         After a resume it goes on, where `enumerate(loader)` begins at 0 again."""
+        self._position.known = True
         if self._share is None:
             return 0
         left = self._plan.batches(self._share.step_start, self._position.length)
@@ -284,11 +286,13 @@ class DataLoader:
     @property
     def epoch(self) -> int:
         """The epoch that the current pass is in; between two passes the one that comes next."""
+        self._position.known = True
         return self._position.epoch
 
     @property
     def cursor(self) -> int:
         """Samples of this epoch that are trained, on all ranks together."""
+        self._position.known = True
         return self._position.cursor
 
     def regroup(self, rank: int, world: int) -> None:
@@ -308,6 +312,10 @@ class DataLoader:
         """The same as `state_dict()`, but the batch in the loop's body counts as not trained."""
         self._position.give_up()
         return self._with_shrunk(self._position.state_dict())
+
+    def _identity(self) -> list[Any] | None:
+        """What has to be equal on all ranks; None: the script divides the data."""
+        return self._position.identity() if self._follows_group else None
 
     def _keep_position(self) -> None:
         """Note that the position is kept: a `for` that is left early is continued by the next one, unless

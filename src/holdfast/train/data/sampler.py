@@ -24,6 +24,7 @@ from holdfast.train.data import (
     positive,
     rank_and_world,
 )
+from holdfast.train.data.datasets import part_of
 
 _BLOCK = 4096
 """Number of samples per rank whose order is computed at once."""
@@ -122,7 +123,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         self._follows_group = rank is None or num_replicas is None
         rank, world = rank_and_world(None if rank is None or num_replicas is None else (rank, num_replicas))
         seed = operator.index(seed)
-        self._position = Position(seed, len(dataset), SHUFFLED if shuffle else SEQUENTIAL)
+        self._position = Position(seed, len(dataset), SHUFFLED if shuffle else SEQUENTIAL, part_of(dataset))
         self._begun = False
         """Whether indices were drawn since the position was last set from outside."""
         self._exhausted = False
@@ -226,6 +227,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     @property
     def epoch(self) -> int:
         """The epoch whose indices are drawn."""
+        self._position.known = True
         return self._position.epoch
 
     @epoch.setter
@@ -295,6 +297,10 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
             )
         self._counts = True
         self._count(self._batch_size)
+
+    def _identity(self) -> list[Any] | None:
+        """What has to be equal on all ranks; None: the script divides the data."""
+        return self._position.identity() if self._follows_group else None
 
     def _keep_position(self) -> None:
         """Note that the sampler is tracked: with `batch_size=`, what was trained is known from the first step on."""
