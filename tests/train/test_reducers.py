@@ -1,6 +1,6 @@
 """DDP modules with each option, in `ht.survive`: ranks are lost in every pass, and the replicas stay equal.
 
-scripts/ddp_options.py has the models; docs/train.md the table of what is kept.
+scripts/ddp_options.py has the models; docs/survive.md the table of what is kept.
 """
 
 from __future__ import annotations
