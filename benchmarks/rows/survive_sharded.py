@@ -220,7 +220,7 @@ ROWS = (
             Metric("step", "µs", digits=0),
         ),
         measure=measure_cost,
-        repeat={HOLDFAST.name: 5},
+        repeat={HOLDFAST.name: 15},
         group="survive-sharded",
         by_name=True,
     ),
