@@ -110,8 +110,8 @@ def measure_node(launcher: Launcher, folder: Path) -> Sample:
         return {"next step of the others": next_s, **({"steps lost": max(lost)} if lost else {})}
 
 
-def measure_cost(launcher: Launcher, folder: Path) -> Sample:
-    found = measured_by(COST, launcher, RANKS, folder, LIMIT_S, extra={"OMP_NUM_THREADS": "1"})
+def measure_cost(kind: str, launcher: Launcher, folder: Path) -> Sample:
+    found = measured_by(COST, launcher, RANKS, folder, LIMIT_S, extra={"OMP_NUM_THREADS": "1", "KIND": kind})
     return {"added": found["added"], "part of a step": 100.0 * found["added"] / found["wall"], "step": found["wall"]}
 
 
@@ -211,17 +211,20 @@ ROWS = (
         group="survive-sharded",
         by_name=True,
     ),
-    Row(
-        name="survive-sharded-cost",
-        title="`ht.survive` in a training step of HSDP 2×2",
-        metrics=(
-            Metric("part of a step", "%", value_max=0.5),
-            Metric("added", "µs", digits=1),
-            Metric("step", "µs", digits=0),
-        ),
-        measure=measure_cost,
-        repeat={HOLDFAST.name: 15},
-        group="survive-sharded",
-        by_name=True,
+    *(
+        Row(
+            name=f"survive-sharded-cost-{kind}",
+            title=f"`ht.survive` in a training step of {name}",
+            metrics=(
+                Metric("part of a step", "%", value_max=0.5),
+                Metric("added", "µs", digits=1),
+                Metric("step", "µs", digits=0),
+            ),
+            measure=partial(measure_cost, kind),
+            repeat={HOLDFAST.name: 15},
+            group="survive-sharded",
+            by_name=True,
+        )
+        for kind, name in (("fsdp", "FSDP2, 4 ranks"), ("hsdp", "HSDP 2×2"))
     ),
 )

@@ -1,8 +1,8 @@
-"""What `ht.survive` costs in a training step of an HSDP model: steps in its function, and then of the same model after it.
+"""What `ht.survive` costs in a training step of a sharded model: steps in its function, and then of the same model after it.
 
 Processor time of the main thread, in microseconds: the median step of each part. The speed of a machine drifts by more
-than this costs, so the parts are short, and the median of many jobs counts. Run it on several ranks: in HSDP the state of
-each step is kept for the case that a rank is lost, which is the dearest of the sharded models.
+than this costs, so the parts are short, and the median of many jobs counts. Run it on several ranks. KIND is fsdp, or hsdp:
+there the state of each step is kept for the case that a rank is lost, which is the dearest of the sharded models.
 """
 
 import json
@@ -42,7 +42,7 @@ with ht.process_group() as pg, ht.Snapshots(f"{os.environ['BENCH_OUT']}/snapshot
 
     @ht.survive(snaps)
     def train():
-        mesh = pg.mesh(replicate=-1, shard=2)
+        mesh = pg.mesh(replicate=-1, shard=2) if os.environ["KIND"] == "hsdp" else pg.mesh(shard=-1)
         torch.manual_seed(0)  # the replicas have to be equal
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout()) for _ in range(4)))
         for each in model:
