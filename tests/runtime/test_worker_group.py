@@ -450,11 +450,16 @@ async def test_a_worker_that_sends_nonsense_is_not_able_any_more() -> None:
     assert told == [(3, SaysReady())] * 4
 
 
-async def test_what_a_worker_has_sent_is_read_though_it_takes_no_order_any_more() -> None:
-    """Its training function has returned when the others are regrouped. This process stands for the worker."""
+def channel_of(pid: int) -> tuple[WorkerChannel, bytes, list[object]]:
+    """A channel to local rank 3, which is this process; its address, and what comes through it."""
     told: list[object] = []
     name = f"\0holdfast-test-{os.getpid()}".encode()
-    channel = WorkerChannel(name, lambda: {3: os.getpid()}, lambda _, message: told.append(message), told.append)
+    return WorkerChannel(name, lambda: {3: pid}, lambda _, message: told.append(message), told.append), name, told
+
+
+async def test_what_a_worker_has_sent_is_read_though_it_takes_no_order_any_more() -> None:
+    """Its training function has returned when the others are regrouped. This process stands for the worker."""
+    channel, name, told = channel_of(os.getpid())
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
             worker.connect(name)
@@ -471,9 +476,7 @@ async def test_a_process_of_another_container_is_no_worker_that_is_being_started
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both have the number 0."""
-    told: list[object] = []
-    name = f"\0holdfast-test-{os.getpid()}".encode()
-    channel = WorkerChannel(name, lambda: {3: 0}, lambda _, message: told.append(message), told.append)
+    channel, name, told = channel_of(0)
     monkeypatch.setattr(seqpacket, "peer", lambda _: (0, os.geteuid()))
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -487,9 +490,7 @@ async def test_a_process_of_another_container_is_no_worker_that_is_being_started
 
 async def test_what_a_worker_has_sent_on_its_older_connection_comes_first() -> None:
     """It opens one for each training function. This process stands for the worker."""
-    told: list[object] = []
-    name = f"\0holdfast-test-{os.getpid()}".encode()
-    channel = WorkerChannel(name, lambda: {3: os.getpid()}, lambda _, message: told.append(message), told.append)
+    channel, name, told = channel_of(os.getpid())
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as older:
             older.connect(name)

@@ -210,7 +210,7 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
         first = True
         while True:
             ended = wait_for_news(watch, end) if not first else False
-            if ended and not all(outcome_of(folder) for folder in folders):
+            if ended and not all(outcome_of(folder) for folder in folders):  # the agent was killed
                 time.sleep(REST_S)
             files = wanted.files([file for each in named for file in each.read()])
             for file in files:
@@ -219,6 +219,7 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
                     watch.add(file.path)
                 tails[file.path].file = file
             for tail in tails.values():
+                # Of a job that is over nobody completes the last line, so it counts among the last ones.
                 read = chain(tail.read(), tail.rest() if end is None else ())
                 news = (line for line in read if wanted.matches(line.text))
                 for line in deque(news, lines) if first else news:

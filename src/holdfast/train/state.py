@@ -486,6 +486,7 @@ class Tracker:
     def _note_passed_by(self, count: int) -> None:
         """Note that a loop over `count` epochs has none left, since they were trained before a resume. If more was
         trained then, so has the code that follows run."""
+        # Saved exactly at the end of that loop: the code after it has not run yet, and is right to run now.
         begins_next = self.state.epoch == count and not self._continued()
         if begins_next or self._trains:
             self._passed_by = None
