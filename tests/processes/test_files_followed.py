@@ -20,24 +20,28 @@ from tests.support.limits import until
 pytestmark = pytest.mark.usefixtures("registry")
 
 TRACED = """
-import inspect, json, os, sys, threading, time
+import collections, inspect, json, os, sys, threading, time
 from pathlib import Path
 import holdfast
 
 ROOT = os.path.dirname(holdfast.__file__) + os.sep
 agent = os.getpid()
 calls = {}
+detached = collections.Counter()
 
 def called(frame, _event, _argument):
     code = frame.f_code
     is_function = code.co_flags & inspect.CO_OPTIMIZED
     if code.co_filename.startswith(ROOT) and is_function and os.getpid() == agent:
         calls.setdefault(code.co_filename[len(ROOT):], set()).add(round(time.monotonic(), 3))
+        if code.co_filename == ROOT + "detached.py":
+            detached[code.co_name] += 1
 
 def tell_when_loaded():
-    # What the end of a generation needs is imported in a thread, soon after the first start of the workers.
-    loads = lambda: any(each.name == "holdfast-detached" for each in threading.enumerate())
-    while "holdfast.diagnosis.causes.find" not in sys.modules or loads():
+    # What the end of a generation needs is imported in a thread, soon after the first start of the workers. The event
+    # loop may get the thread's result much later, on a busy machine. run_detached is entered twice for each thread:
+    # when it starts the thread, and with its result.
+    while "holdfast.diagnosis.causes.find" not in sys.modules or detached["run_detached"] != 2 * detached["run"]:
         time.sleep(0.01)
     Path("loaded").touch()
 
