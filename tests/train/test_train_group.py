@@ -276,8 +276,8 @@ SILENT = {
 
 
 @pytest.mark.usefixtures("fsdp_on_cpus")
-def test_mistakes_and_correct_code_on_two_ranks(warm: Warm) -> None:
-    done = warm.run([SCRIPTS / "guard_cases.py"], timeout=150)
+def test_mistakes_and_correct_code_on_two_ranks(warm: Warm, tmp_path: Path) -> None:
+    done = warm.run([SCRIPTS / "guard_cases.py"], cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr
     said = dict(line.partition(":")[::2] for line in done.stdout.splitlines())
     expected = {f"0 {case}": f" {mistake}" for case, mistake in WARNED.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tempfile
 import warnings
@@ -76,7 +77,7 @@ def epoch_set(pg: ProcessGroup) -> None:
 
 
 def save_after_step(pg: ProcessGroup, *, ranks: range, barrier: bool, target: Any = None) -> Callable[[int], None]:
-    folder = Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp(dir=os.getcwd()))
 
     def save(step: int) -> None:
         if step == 5:
@@ -96,7 +97,7 @@ def saved_alone(pg: ProcessGroup) -> None:
 @case
 def saved_alone_fsdp(pg: ProcessGroup) -> None:
     model = fully_shard(net())
-    ht.Snapshots(tempfile.mkdtemp(), every=None).track(model=model)
+    ht.Snapshots(tempfile.mkdtemp(dir=os.getcwd()), every=None).track(model=model)
     train(model, after_step=save_after_step(pg, ranks=range(1), barrier=False))
 
 
@@ -126,7 +127,7 @@ def accumulated_with_sync(pg: ProcessGroup) -> None:
 @case
 def accumulated_with_sync_fsdp(pg: ProcessGroup) -> None:
     model = fully_shard(net())
-    ht.Snapshots(tempfile.mkdtemp(), every=None).track(model=model)
+    ht.Snapshots(tempfile.mkdtemp(dir=os.getcwd()), every=None).track(model=model)
     train(model, micro_batches=2)
 
 
@@ -209,7 +210,7 @@ def loss_reduced(pg: ProcessGroup) -> None:
 
 def best_by(pg: ProcessGroup, *, of_micro: bool) -> None:
     """A snapshot folder that keeps the best loss: this rank's own, or everybody's."""
-    folder = [tempfile.mkdtemp()]
+    folder = [tempfile.mkdtemp(dir=os.getcwd())]
     dist.broadcast_object_list(folder)
     model = ht.ddp(net(), pg)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
