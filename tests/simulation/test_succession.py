@@ -59,6 +59,7 @@ MENDED = (
     10807,
     14819,
     16911,
+    24764,
 )
 """Seeds beyond the ordinary ones that have found something."""
 TORN = (54, 113, 210, 224, 264)

@@ -325,7 +325,8 @@ class SuccessionCluster(SimCluster):
         living = self.living(newest, self.leaders[founder].voters.term)
         agents = [self.processes[host].voter.machine for host in living.values() if host in self.hosts]
         known = max((voter.charter for voter in agents), key=lambda charter: charter.position, default=None)
-        able = known is not None and known.carried_by(living)
+        # Where the newest charter has the outcome, they could only end the job once more (succession seed 24764).
+        able = known is not None and known.outcome is None and known.carried_by(living)
         return living if able and any(self._heard(host, founder) for host in living.values()) else ()
 
     def _heard(self, host: str, founder: int) -> bool:
