@@ -81,9 +81,12 @@ def test_fewer_ranks_count_each_epoch_once(jobs: WarmJobs, tmp_path: Path) -> No
 
 
 def test_numbers_that_were_equal_on_all_ranks_stay_equal(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
-    for equal in (True, False):
-        folder = tmp_path / str(equal)
-        with started(jobs, folder, SCRIPT, equal=equal, faults=[(1, "forward", 9)]) as agent:
+    """Also if the ranks' digests of the first step were not read yet, and if the steps have several micro-batches."""
+    late, early = (1, "forward", 8), (1, "forward", 1)
+    accumulated = {"micro": True, "global": 12}
+    for number, (equal, fault, more) in enumerate([(True, late, accumulated), (True, early, {}), (False, late, {})]):
+        folder = tmp_path / str(number)
+        with started(jobs, folder, SCRIPT, equal=equal, faults=[fault], **more) as agent:
             agent.ended([1])
             shrunk(agent, 0, 2)
             ends = finished(agent, folder, [0, 2])

@@ -38,7 +38,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -227,7 +227,9 @@ class Survivor:
         self._facts: SharedFacts | None = None
         """The store in which the ranks leave their digests after the first step of a generation."""
         self._steps = 0
-        """Steps that were completed in this generation while the comparison was due."""
+        """Optimizer steps that were completed in this generation while the comparison was due."""
+        self._first_step = -1
+        """The step that the first of them completed. Micro-batches count, so the next one may be several later."""
         self._clean = True
         """Whether the state that this process has outside of its training function is that of a completed step."""
         self._adopts = False
@@ -385,16 +387,18 @@ class Survivor:
         step, which is the same step on all ranks. It does not wait: the other ranks' digests may arrive in later steps.
         """
         self._steps += 1
-        step = self._boundary.step - self._steps + 1  # the generation's first one: the ranks' digests are named by it
         if self._steps == 1:
             group = self._calls.group
+            # The digests are named by it, also when they are read some steps later.
+            self._first_step = step = self._boundary.step
             self._facts = SharedFacts(group.rank, group.world, group.store)
             self._facts.post(f"random/{step}", self._boundary.random_digests())
             self._facts.post(f"objects/{step}", self._boundary.objects.whole_digests())
-        elif self._facts is not None and (found := self._facts.posted(f"objects/{step}")) is not None:
+        elif self._facts is not None and (found := self._facts.posted(f"objects/{self._first_step}")) is not None:
             # Compared once only: after a regroup the ranks' numbers follow from what was equal before.
             if self._functions.equal_generators is None:
-                self._functions.equal_generators = sorted(equal_parts(self._facts.posted(f"random/{step}") or []))
+                digests = self._facts.posted(f"random/{self._first_step}") or []
+                self._functions.equal_generators = sorted(equal_parts(digests))
             self._functions.equal_objects = sorted(equal_parts(found))
             self._compared = True
         elif self._steps == COMPARE_STEPS_MAX:
@@ -445,6 +449,7 @@ class Survivor:
             equal_generators=self._functions.equal_generators,
             equal_objects=self._functions.equal_objects,
             seeded=self._functions.seeded,
+            random=boundary.random_digests() if self._functions.equal_generators is None else {},
         )
         agreement = Agreement.reach(peers, own)
         data = agreement.transfer(snaps._tracker, calls.group.device, peers.rank)
@@ -530,6 +535,8 @@ class RankReport:
     """Tracked objects that were equal on all ranks when these were compared."""
     seeded: bool = False
     """`FunctionsCalled.seeded`."""
+    random: dict[str, str] = field(default_factory=dict)
+    """Digests of its random generators after that step, if it is not known which are equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -575,6 +582,10 @@ class Agreement:
             )
         source = max(clean, key=lambda rank: (reports[rank].step, -rank))
         chosen = reports[source]
+        if chosen.equal_generators is None:  # a rank was lost before the ranks could compare them: see `_compare_ranks`
+            numbers = [each.random for _, each in survivors if each.step == chosen.step]
+            if len(numbers) > 1:
+                chosen = replace(chosen, equal_generators=sorted(equal_parts(numbers)))
         same_ranks = all(each.before == [rank, peers.world] for rank, each in survivors)
         return cls(
             chosen=chosen,

@@ -62,9 +62,11 @@ def row(index: int) -> torch.Tensor:
 
 
 def loader_options() -> dict[str, Any]:
-    """Of ht.DataLoader. `global` in CASE: samples of a step, however many ranks there are."""
+    """Of ht.DataLoader. `global` in CASE: samples of a step, however many ranks there are; with `micro`, in micro-batches
+    of BATCH samples."""
     if "global" in CASE:
-        return {"batch_size": CASE["global"], "global_batch_size": CASE["global"], "shuffle": True, "seed": 7}
+        size = BATCH if CASE.get("micro") else CASE["global"]
+        return {"batch_size": size, "global_batch_size": CASE["global"], "shuffle": True, "seed": 7}
     return {"batch_size": BATCH, "shuffle": True, "seed": 7}
 
 

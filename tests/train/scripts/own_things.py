@@ -2,7 +2,8 @@
 
 A schedule of its own halves the learning rate at each epoch's end, early stopping counts epochs, a counter adds up what
 this rank has seen, and, with "stream", the data come from an iterator that has a position on each rank. CASE is as lost_ranks.py
-has it, with `stream`, and `equal`: all ranks draw the same numbers from Python's generator.
+has it, with `stream`; `equal`: all ranks draw the same numbers from Python's generator; `micro`: an optimizer step has
+the gradients of several micro-batches, each with its call of snaps.step().
 """
 
 from __future__ import annotations
@@ -130,11 +131,17 @@ def main() -> None:
                 for rows, index in loader:
                     net.steps = state.step
                     reach("begin", state.step)
-                    adam.zero_grad()
-                    model(rows if CASE.get("exact") else rows * (1.0 + 0.01 * random.random())).backward()
-                    adam.step()
-                    reach("optimizer", state.step)
-                    seen.add(net.body[0].weight, index)
+                    inputs = rows if CASE.get("exact") else rows * (1.0 + 0.01 * random.random())
+                    if CASE.get("micro"):
+                        with ht.accumulate(model, loader) as micro:
+                            micro.backward(model(inputs))
+                    else:
+                        model(inputs).backward()
+                    if not CASE.get("micro") or micro.last:
+                        adam.step()
+                        adam.zero_grad()
+                        reach("optimizer", state.step)
+                        seen.add(net.body[0].weight, index)
                     snaps.step()
                     step_is_done(state.step, net.parameters())
                     reach("between steps", state.step)
