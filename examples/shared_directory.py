@@ -15,15 +15,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 from holdfast.rendezvous.third_party import Backend, Place, SharedValue
 
+PATIENCE_S = 1.0
+"""Limit for the wait for the other nodes: then the call fails, and holdfast tries again."""
+
 
 class DirectoryBackend(Backend):
-    """The value of job X is the file ENDPOINT/X."""
+    """The value of job X is the file ENDPOINT/job.X."""
 
     conf_keys = ("suffix",)
 
@@ -31,12 +36,15 @@ class DirectoryBackend(Backend):
         folder = Path(place.endpoint)
         if not place.endpoint or not folder.is_dir():
             raise ValueError(f"--rdzv-endpoint must be a directory that all nodes share, not {place.endpoint!r}")
-        return FileValue(folder / (quote(place.run_id, safe="") + place.conf.get("suffix", "")))
+        return FileValue(folder, quote(place.run_id, safe="") + place.conf.get("suffix", ""))
 
 
 class FileValue(SharedValue):
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Path, name: str) -> None:
+        # Prefixes, not suffixes: the files of one job are never those of another, whatever its id is.
+        self._path, self._new = folder / f"job.{name}", folder / f"new.{name}"
+        self._lock = folder / ".lock"
+        self._own = threading.Lock()
 
     def read(self) -> bytes | None:
         with self._locked():
@@ -47,11 +55,9 @@ class FileValue(SharedValue):
             if self._read() != old:
                 return False
             if new:
-                fresh = self._path.with_name(
-                    self._path.name + ".new"
-                )  # a reader must never see half of it, nor a crash leave it
-                fresh.write_bytes(new)
-                os.replace(fresh, self._path)
+                # A reader must never see half of it, nor a crash leave it.
+                self._new.write_bytes(new)
+                os.replace(self._new, self._path)
             else:
                 self._path.unlink(missing_ok=True)
             return True
@@ -64,10 +70,27 @@ class FileValue(SharedValue):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One node at a time. The lock goes with its holder, however that ends; the lock file of a directory stays."""
-        fd = os.open(self._path.parent / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """One caller at a time. The lock goes with its holder, however that ends. The lock's file stays, one for all
+        jobs: to delete it would be a race with those who lock it.
+
+        A POSIX lock excludes other processes, on this machine and on others, and no other thread of its own process.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        if not self._own.acquire(timeout=PATIENCE_S):
+            raise BlockingIOError(f"{self._lock} was locked for {PATIENCE_S:g} s")
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX)
-            yield
+            fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                while True:
+                    try:
+                        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except OSError:
+                        if time.monotonic() > deadline:
+                            raise
+                        time.sleep(0.01)
+                yield
+            finally:
+                os.close(fd)
         finally:
-            os.close(fd)
+            self._own.release()

@@ -35,35 +35,6 @@ OTHER_VARIABLES = frozenset(
     for name in ("TOKEN", "RUN_ID", "RUNTIME_DIR", "SLURM_CHECK_S", "GUARDS", "BOARD", "SAVER", "STORE_FULL_TORCH")
 )
 """Variables that are read and belong to no option."""
-OURS_ONLY = frozenset(
-    [
-        "nnodes",
-        "nproc-per-node",
-        "node-rank",
-        "rdzv-backend",
-        "rdzv-endpoint",
-        "rdzv-id",
-        "rdzv-conf",
-        "standalone",
-        "max-restarts",
-        "monitor-interval",
-        "master-addr",
-        "master-port",
-        "redirects",
-        "tee",
-        "local-ranks-filter",
-        "no-python",
-        "hosts",
-        "hostfile",
-        "hang-timeout",
-        "drain-timeout",
-        "preempt-signal",
-        "shutdown-timeout",
-        "numa-binding",
-        "virtual-local-rank",
-    ]
-)
-"""Options that a script's own are unlikely to be called: behind the script, they are probably misplaced."""
 
 TRUE_WORDS = frozenset({"true", "yes"})
 FALSE_WORDS = frozenset({"false", "no"})
@@ -267,11 +238,12 @@ def stem(variable: str) -> str:
 
 def late_options(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
     """A hint for launcher options after the script, which belong to the script."""
-    late = [word for word in line.args if word.partition("=")[0].strip() in spellings]
-    late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in OURS_ONLY]
+    # A script's own `-t` is nothing strange, whatever ours means.
+    named = (word.partition("=")[0].strip() for word in line.args if word.startswith("--"))
+    late = [name for name in named if name in spellings and spellings[name].launchers_only]
     if not late:
         return []
-    return [f"{late[0].partition('=')[0]} comes after {line.script}, so the script gets it; give it before the script"]
+    return [f"{late[0]} comes after {line.script}, so the script gets it; give it before the script"]
 
 
 def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:

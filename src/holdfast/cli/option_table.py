@@ -56,6 +56,8 @@ class Option(NamedTuple):
     goes_to: str = ""
     """The field that gets the value as it is: of RunOptions (`role`), or of its job or limits (`limits.drain_s`).
     Empty: cli/resolve.py makes something else of it."""
+    launchers_only: bool = False
+    """Whether a script is unlikely to have an option of this name: behind the script, it is probably misplaced."""
     line_only: bool = False
     """Whether it belongs on the command line only, not in a file."""
     number_too: bool = False
@@ -128,7 +130,15 @@ RESTARTS, LOGS, PLACEMENT, OWN = "restarts and end", "logs", "placement", "holdf
 OPTIONS: tuple[Option, ...] = (
     *in_group(
         NODES,
-        Option("--nnodes", TEXT, "1:1", "number of nodes, or the range the job may have", "N|MIN:MAX", number_too=True),
+        Option(
+            "--nnodes",
+            TEXT,
+            "1:1",
+            "number of nodes, or the range the job may have",
+            "N|MIN:MAX",
+            number_too=True,
+            launchers_only=True,
+        ),
         Option(
             "--nproc-per-node",
             TEXT,
@@ -136,15 +146,31 @@ OPTIONS: tuple[Option, ...] = (
             "workers on this node: a number, auto, gpu, cpu or xpu",
             "N|DEVICE",
             number_too=True,
+            launchers_only=True,
         ),
-        Option("--node-rank", INT, 0, "rank of this node (static: required; otherwise preferred)", "RANK"),
+        Option(
+            "--node-rank",
+            INT,
+            0,
+            "rank of this node (static: required; otherwise preferred)",
+            "RANK",
+            launchers_only=True,
+        ),
         Option("--role", TEXT, "default", "role of the workers: ROLE_NAME and log prefix", "NAME", goes_to="role"),
         own("--slurm", FLAG, False, "in a Slurm batch script: start an agent on each node of the job"),
     ),
     *in_group(
         RENDEZVOUS,
-        Option("--standalone", FLAG, False, "a job of this node alone; needs no endpoint and no free port"),
-        Option("--rdzv-backend", TEXT, "static", f"how the nodes meet: {', '.join(BACKENDS)}", "NAME"),
+        Option(
+            "--standalone",
+            FLAG,
+            False,
+            "a job of this node alone; needs no endpoint and no free port",
+            launchers_only=True,
+        ),
+        Option(
+            "--rdzv-backend", TEXT, "static", f"how the nodes meet: {', '.join(BACKENDS)}", "NAME", launchers_only=True
+        ),
         Option(
             "--rdzv-endpoint",
             TEXT,
@@ -152,11 +178,30 @@ OPTIONS: tuple[Option, ...] = (
             "where they meet, the same on all nodes; c10d: or several",
             "HOST[:PORT]",
             decides_what_runs=True,
+            launchers_only=True,
         ),
-        Option("--rdzv-id", TEXT, "none", "name of the job, the same on all nodes", "ID", number_too=True),
-        Option("--rdzv-conf", TEXT, "", "further settings of the rendezvous", "KEY=VALUE,..."),
-        Option("--master-addr", TEXT, "127.0.0.1", "address of node 0 (static only)", "HOST", decides_what_runs=True),
-        Option("--master-port", INT, None, "port on node 0, 29500 by default (static only)", "PORT"),
+        Option(
+            "--rdzv-id",
+            TEXT,
+            "none",
+            "name of the job, the same on all nodes",
+            "ID",
+            number_too=True,
+            launchers_only=True,
+        ),
+        Option("--rdzv-conf", TEXT, "", "further settings of the rendezvous", "KEY=VALUE,...", launchers_only=True),
+        Option(
+            "--master-addr",
+            TEXT,
+            "127.0.0.1",
+            "address of node 0 (static only)",
+            "HOST",
+            decides_what_runs=True,
+            launchers_only=True,
+        ),
+        Option(
+            "--master-port", INT, None, "port on node 0, 29500 by default (static only)", "PORT", launchers_only=True
+        ),
         Option(
             "--local-addr", TEXT, None, "address under which the others reach this node", "HOST", goes_to="local_addr"
         ),
@@ -173,7 +218,12 @@ OPTIONS: tuple[Option, ...] = (
             decides_what_runs=True,
         ),
         Option(
-            "--no-python", FLAG, False, "the script is a program: execute it without python", decides_what_runs=True
+            "--no-python",
+            FLAG,
+            False,
+            "the script is a program: execute it without python",
+            decides_what_runs=True,
+            launchers_only=True,
         ),
         Option(
             "--run-path",
@@ -232,6 +282,7 @@ OPTIONS: tuple[Option, ...] = (
             "N",
             goes_to="job.max_restarts",
             least=0,
+            launchers_only=True,
         ),
         Option(
             "--monitor-interval",
@@ -241,6 +292,7 @@ OPTIONS: tuple[Option, ...] = (
             "SECONDS",
             goes_to="monitor_interval_s",
             above=0,
+            launchers_only=True,
         ),
         Option(
             "--signals-to-handle",
@@ -251,7 +303,13 @@ OPTIONS: tuple[Option, ...] = (
             goes_to="signals_text",
         ),
         Option(
-            "--shutdown-timeout", INT, None, "from SIGTERM to SIGKILL when workers are stopped, 30", "SECONDS", least=0
+            "--shutdown-timeout",
+            INT,
+            None,
+            "from SIGTERM to SIGKILL when workers are stopped, 30",
+            "SECONDS",
+            least=0,
+            launchers_only=True,
         ),
         own(
             "--grow",
@@ -286,6 +344,7 @@ OPTIONS: tuple[Option, ...] = (
             "S",
             goes_to="limits.drain_s",
             above=0,
+            launchers_only=True,
         ),
         own(
             "--preempt-signal",
@@ -293,6 +352,7 @@ OPTIONS: tuple[Option, ...] = (
             None,
             "a signal that announces the end of this node: drain, leave with 75; workers ignore it",
             "NAME",
+            launchers_only=True,
         ),
         own(
             "--hang-timeout",
@@ -302,6 +362,7 @@ OPTIONS: tuple[Option, ...] = (
             "S",
             goes_to="limits.hang_timeout_s",
             least=0,
+            launchers_only=True,
         ),
         own(
             "--exclude-after",
@@ -386,11 +447,26 @@ OPTIONS: tuple[Option, ...] = (
             "SPEC",
             short="-r",
             number_too=True,
+            launchers_only=True,
         ),
         Option(
-            "--tee", TEXT, "0", "to file and console, numbers as for --redirects", "SPEC", short="-t", number_too=True
+            "--tee",
+            TEXT,
+            "0",
+            "to file and console, numbers as for --redirects",
+            "SPEC",
+            short="-t",
+            number_too=True,
+            launchers_only=True,
         ),
-        Option("--local-ranks-filter", TEXT, "", "show only these local ranks on the console", "RANK,..."),
+        Option(
+            "--local-ranks-filter",
+            TEXT,
+            "",
+            "show only these local ranks on the console",
+            "RANK,...",
+            launchers_only=True,
+        ),
         own("--ranks-filter", TEXT, "", "show only these ranks of the job on the console", "RANK,..."),
         Option("--duplicate-stdout-filters", LIST, (), "copy teed stdout lines that contain one of these", "TEXT,..."),
         Option("--duplicate-stderr-filters", LIST, (), "copy teed stderr lines that contain one of these", "TEXT,..."),
@@ -420,6 +496,7 @@ OPTIONS: tuple[Option, ...] = (
             "MODE",
             choices=("node", "socket", "exclusive", "core-complex"),
             goes_to="numa_binding",
+            launchers_only=True,
         ),
         Option(
             "--virtual-local-rank",
@@ -427,6 +504,7 @@ OPTIONS: tuple[Option, ...] = (
             False,
             "LOCAL_RANK=0 for all; each worker sees only its own GPU",
             goes_to="virtual_local_rank",
+            launchers_only=True,
         ),
     ),
     *in_group(
@@ -438,6 +516,7 @@ OPTIONS: tuple[Option, ...] = (
             "start the job on these hosts, from here, by ssh",
             "[USER@]HOST[:SLOTS],...",
             decides_what_runs=True,
+            launchers_only=True,
         ),
         own(
             "--hostfile",
@@ -446,6 +525,7 @@ OPTIONS: tuple[Option, ...] = (
             "the same from a file: `host slots=8` or `host:8`, one a line",
             "FILE",
             decides_what_runs=True,
+            launchers_only=True,
         ),
         own("--include", TEXT, "", "use only these of the hosts (patterns as for file names)", "HOST,...", many=True),
         own("--exclude", TEXT, "", "leave out these of the hosts", "HOST,...", many=True),
