@@ -239,7 +239,7 @@ def test_a_dead_jobs_value_is_taken_after_a_lease(job_folder: JobFolder, share: 
 
 
 def test_a_value_that_is_not_ours(job_folder: JobFolder, share: Path) -> None:
-    (share / "j%2F1").write_text("somebody's")
+    (share / "job.j%2F1").write_text("somebody's")
     code, agent = job_folder.run(*at(share), job_folder.script("note('up')"))
     assert code == 2
     assert "HF122" in agent.text
