@@ -170,6 +170,9 @@ class Snapshots:
     _whereabouts: Whereabouts | None = None
     """Looks whether the script asks where it goes on after a resume; None: it was looked at."""
 
+    _joined = False
+    """Whether this process has joined ranks that went on, in place of a lost one."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -437,7 +440,7 @@ class Snapshots:
     def _resume_from_survivors(self) -> Resumed:
         from holdfast.train.survival import join  # only a replacement needs it
 
-        step = join(self)
+        step, self._joined = join(self), True
         assert self._peers is not None
         return Resumed(step, "survivors", self._peers.world)
 
@@ -567,6 +570,7 @@ class Snapshots:
             self._clock.start(step, time.monotonic())
         self._watch_optimizers()
         self._tracker.switches.begin()
+        self._tracker.numbers.begin()
         state = self.state  # the tracker would keep the models alive
         replica_check.counted_by(lambda: state._step)
         if self._options.replicas_differ:
@@ -702,12 +706,21 @@ class Snapshots:
             self._note_untracked_data()
         if self._whereabouts is not None and not self._whereabouts.at_step():
             self._whereabouts = None
+        if not self._tracker.numbers.idle:
+            self._look_at_numbers()
         while self._until_first_step:  # the hooks cannot remove themselves: torch iterates over them while they run
             self._until_first_step.pop()()
         if self._survivor is not None:
             self._survivor.at_boundary()
         if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:
             same_loss(metrics[self._keep.best[0]])  # warns if the ranks' values differ: that of rank 0 decides for all
+
+    def _look_at_numbers(self) -> None:
+        """Warn of a Python number in a module that has begun again after a resume."""
+        begun_again = self._tracker.numbers.step(self._tracker.epochs())
+        # A replacement has a number that the ranks that went on have not.
+        if begun_again and (self._joined or (self._peers is not None and self._peers.rank == 0)):
+            warnings.warn(f"holdfast: {begun_again}", RuntimeWarning, stacklevel=4)
 
     def _note_untracked_data(self) -> None:
         if self._survivor is not None:

@@ -37,6 +37,7 @@ from holdfast.train import replicas, torch_private
 from holdfast.train import state_codec as codec
 from holdfast.train.agreement import Peers
 from holdfast.train.data import Position, check_same, rank_and_world
+from holdfast.train.module_numbers import ModuleNumbers
 from holdfast.train.own_objects import is_data, unknown_objects
 from holdfast.train.random_numbers import (
     RandomNumbers,
@@ -70,8 +71,8 @@ OWN_BUFFERS = "own_buffers"
 """Key of the text with the names of the buffers that belong to each rank."""
 ALONE, STAND_IN = "alone", "stand in"
 """Marks of a text: its rank has left the state without the others; it stands for that of another rank."""
-SWITCHES = "switches"
-"""The part of a text that has `Switches.changed`. Most snapshots have none."""
+SWITCHES, NUMBERS = "switches", "numbers"
+"""The parts of a text that have `Switches.changed` and `ModuleNumbers.moved`. Most snapshots have none."""
 
 
 @dataclass
@@ -384,6 +385,11 @@ class Tracker:
         return Switches(self._models)
 
     @functools.cached_property
+    def numbers(self) -> ModuleNumbers:
+        """The Python numbers in the models that training moves."""
+        return ModuleNumbers(self._models)
+
+    @functools.cached_property
     def reducers(self) -> Reducers:
         """The reducers of the models. It is called when all of them are tracked."""
         return Reducers(self.models)
@@ -501,11 +507,19 @@ class Tracker:
     def whereabouts(self, resumed: object) -> Whereabouts:
         """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""
         self.state._asked = False
-        goes_on = (each for each in self.others.values() if isinstance(getattr(each, "_position", None), Position))
-        training = [each._position for each in goes_on if not each._evaluates]
+        training = self._positions()
         if unknown_objects(self.others):
             training = []  # one of them may count epochs for the script
         return Whereabouts(lambda: self.state._asked, resumed, training)
+
+    def epochs(self) -> list[int]:
+        """The epochs of the script, and of the loaders and samplers of the training."""
+        return [self.state.epoch, *(each.epoch for each in self._positions())]
+
+    def _positions(self) -> list[Position]:
+        """The positions of the loaders and samplers of the training."""
+        goes_on = (each for each in self.others.values() if isinstance(getattr(each, "_position", None), Position))
+        return [each._position for each in goes_on if not each._evaluates]
 
     def _count_batches(self) -> tuple[int, int]:
         """The number of batches left in this epoch, and that of a whole one; zeros unless exactly one loader is the
@@ -518,7 +532,7 @@ class Tracker:
         codec.StateTypeError, naming the value that cannot be saved."""
         encoder = codec.Encoder(f"{OWN}{rank}/")
         parts = self._parts(encoder)
-        switches = self.switches.changed()
+        switches, numbers = self.switches.changed(), self.numbers.moved()
         tree = {
             "format": FORMAT,
             "rank": rank,
@@ -537,6 +551,7 @@ class Tracker:
             "orders": [] if rank and not alone else self.reducers.orders,
             **({ALONE: True} if alone else {}),
             **({SWITCHES: switches} if switches else {}),
+            **({NUMBERS: numbers} if numbers else {}),
             TIED: parts.tied,
             OWN_BUFFERS: self.own_buffers,
         }
@@ -659,6 +674,7 @@ class Tracker:
         done = Restored(world_then, orders=codec.expect(text.get("orders", []), list, "orders"))
         if not self.state._only:  # with `only` another training begins, which freezes other parameters
             self.switches.restore(codec.section(text, SWITCHES), fit.restored)
+            self.numbers.restore(codec.section(text, NUMBERS))
         for name, each in self.others.items():
             if name in fit.restored:
                 state = codec.decode(text["others"][name], saved.fresh)
