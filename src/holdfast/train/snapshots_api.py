@@ -139,6 +139,19 @@ class _Before:
         return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
 
 
+NOT_TRACKED = (
+    "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch begins the "
+    "epoch again, and trains its first samples twice.\n"
+    "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, memory_every=None "
+    "and state.epochs(…, save=True)."
+)
+OURS_NOT_TRACKED = (
+    "holdfast: the training loop is over an ht.DataLoader that is not tracked: after a resume it begins with its first "
+    "epoch again.\n"
+    "Give it to track(), too."
+)
+"""Warnings about a loader of the training loop."""
+
 _first_resumed: list[weakref.ref[Snapshots]] = []
 """The Snapshots whose `resume()` was called first: in it a replacement joins the others. One per process, as its rank
 is."""
@@ -299,13 +312,14 @@ class Snapshots:
             self.state._pending = lambda: self._pending.now() is WherePending.HERE
         # It replaces the same function of torch as the line above, and has to be called before that.
         if self._untracked is None and self._schedule.within_epochs:
+            self._tracker.looks_for_cycles = True
             self._untracked = UntrackedData(self._tracker.others.values)
         return self.state
 
     def _position_is_kept(self) -> None:
         """Note that a trainer skips the batches that are trained: its loader need not be tracked."""
         self._stop_watching_data()
-        self._schedule.within_epochs = False
+        self._schedule.within_epochs = self._tracker.looks_for_cycles = False
 
     def _stop_watching_data(self) -> None:
         if self._untracked is not None:
@@ -726,14 +740,8 @@ class Snapshots:
         if self._survivor is not None:
             self._survivor.withdraw("the training loop is over a loader that is not tracked")
         if self._peers is not None and self._peers.rank == 0:
-            warnings.warn(
-                "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch "
-                "begins the epoch again, and trains its first samples twice.\n"
-                "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, "
-                "memory_every=None and state.epochs(…, save=True).",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            assert self._untracked is not None
+            warnings.warn(OURS_NOT_TRACKED if self._untracked.is_ours else NOT_TRACKED, RuntimeWarning, stacklevel=4)
 
     def _save_if_due(self, saving: Saving, *, pending: bool) -> None:
         step, schedule = self._tracker.step, self._schedule

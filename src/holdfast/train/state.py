@@ -49,7 +49,15 @@ from holdfast.train.random_numbers import (
 )
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
-from holdfast.train.reentry import Options, Reentry, Whereabouts, options_of, warn_of_weights
+from holdfast.train.reentry import (
+    Options,
+    Reentry,
+    Whereabouts,
+    is_cycled,
+    options_of,
+    warn_of_cycle,
+    warn_of_weights,
+)
 from holdfast.train.sharding import OWN, TIED, local_tensor
 from holdfast.train.switches import Switches
 from holdfast.train.tracked import (
@@ -307,6 +315,10 @@ class Tracker:
     """The positions that `restore` has given to data that are no loaders of ours."""
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
+    looks_for_cycles: bool = False
+    """Whether loops over loaders are looked at for `itertools.cycle`. No: they were, or a trainer skips batches."""
+    _beside: bool = False
+    """Whether a step had batches of several loaders or samplers."""
     _counts: dict[str, Any] = field(default_factory=dict)
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
     _trains: bool = False
@@ -451,11 +463,25 @@ class Tracker:
             self.state._reentry.step(self.state.epoch)
         # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
         training = [each for each in self.others.values() if _is_in_loop(each)]
+        if self.looks_for_cycles and training and (len(training) > 1 or not self.state._in_body):
+            self._look_for_cycles()
+        if len(training) > 1 and not self._beside:
+            self._beside = True
+            for each in training:
+                each._beside_another = True
         for each in self.others.values():
             if training and callable(note := getattr(each, "_note_another", None)) and not _is_in_loop(each):
                 note()
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
+
+    def _look_for_cycles(self) -> None:
+        """Warn, once, of a loader in the training's loop that is in `itertools.cycle`. One alone in the body of an
+        epoch is not: that would never end."""
+        self.looks_for_cycles = False
+        cycled = (name for name, each in self.others.items() if getattr(each, "_in_body", False) and is_cycled(each))
+        if rank_and_world(None)[0] == 0 and (name := next(cycled, "")):
+            warn_of_cycle(name)
 
     def _schedule_counts(self) -> dict[str, Any]:
         """The number of steps that each schedule has made."""
