@@ -140,10 +140,12 @@ class ModuleNumbers:
 
     def _all(self) -> Iterator[tuple[str, nn.Module, float]]:
         """The numbers in the program's own modules, by the name `model.layer.attribute`, each with its module."""
+        origins: dict[type, tuple[bool, bool]] = {}
         for model in self._models:
             for path, module in named_modules(model.module):
-                own, within_library = _origin(type(module))
-                for attribute, value in vars(module).items() if own else ():
+                kind = type(module)
+                own, within_library = origins.get(kind) or origins.setdefault(kind, _origin(kind))
+                for attribute, value in [*vars(module).items()] if own else ():
                     number = _number(value)
                     # With an underscore it may be what a library's class keeps for itself (Lightning, torchmetrics).
                     if number is not None and not (within_library and attribute.startswith("_")):
