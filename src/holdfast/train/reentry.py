@@ -133,7 +133,7 @@ class Whereabouts:
 
 
 def is_cycled(loader: Any) -> bool:
-    """Whether an `itertools.cycle` goes over this loader of ours. It looks through the memory: some 10 ms."""
+    """Whether an `itertools.cycle` goes over this loader of ours. It looks through the memory, once: 40 ms."""
     cycles = (each for each in gc.get_objects() if type(each) is itertools.cycle)
     passes = (one for each in cycles for one in gc.get_referents(each) if isinstance(one, GeneratorType))
     return any(one.gi_frame is not None and one.gi_frame.f_locals.get("self") is loader for one in passes)

@@ -479,8 +479,10 @@ class Tracker:
         """Warn, once, of a loader in the training's loop that is in `itertools.cycle`. One alone in the body of an
         epoch is not: that would never end."""
         self.looks_for_cycles = False
+        if rank_and_world(None)[0]:
+            return
         cycled = (name for name, each in self.others.items() if getattr(each, "_in_body", False) and is_cycled(each))
-        if rank_and_world(None)[0] == 0 and (name := next(cycled, "")):
+        if name := next(cycled, ""):
             warn_of_cycle(name)
 
     def _schedule_counts(self) -> dict[str, Any]:
