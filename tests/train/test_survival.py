@@ -331,6 +331,7 @@ def test_replicas_are_compared_in_each_world_and_a_loss_is_no_difference(jobs: W
     faults = [[*each, "kill"] for each in losses]
     agent, ends = with_replacements(jobs, tmp_path / "lost", SURVIVOR, faults, checked=1)
     assert "are not compared" not in agent.logs()
+    assert agent.logs().count("model.passes had come to") == 1, "by rank 1's replacement: 8 steps were known by then"
     same(ends, reference, but="buffers")
 
 

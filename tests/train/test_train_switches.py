@@ -15,7 +15,7 @@ from torch import nn
 import holdfast.train as ht
 from holdfast.train.agreement import Peers
 from holdfast.train.reducers import Reducers, not_exchanged
-from holdfast.train.switches import _modules
+from holdfast.train.switches import named_modules
 
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.usefixtures("own_staging")]
 
@@ -138,8 +138,8 @@ def test_modules_have_the_same_names_in_wrappers() -> None:
             self.module = torch.compile(module, backend="eager") if wrapped else module
 
     plain, wrapped = Within(False), torch.compile(Within(True), backend="eager")
-    assert {name for name, _ in _modules(plain)} == {name for name, _ in _modules(wrapped)}
-    assert dict(_modules(plain)).keys() == {"", "module", "module.0"}
+    assert {name for name, _ in named_modules(plain)} == {name for name, _ in named_modules(wrapped)}
+    assert dict(named_modules(plain)).keys() == {"", "module", "module.0"}
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """Notices a script that takes the rest of an epoch for a whole one, after a resume within the epoch.
 
-`for epoch in state.epochs(…)` begins the body of that epoch again, and the loader gives the rest of its batches. Two
+`for epoch in state.epochs(…)` begins the body of that epoch again, and the loader gives the rest of its batches. Three
 habits are then wrong, in silence:
 
 - Code before the loop over the loader runs a second time. `lr *= 0.1` there is in the restored state already. So does
   code between two loops over epochs, when the first one has no epoch left.
 - `enumerate(loader)` counts from 0 again, so that `i + 1 == len(loader)` never comes true, and the gradients of the
   last batches wait for an optimizer step that nobody makes.
+- `itertools.cycle(loader)` keeps the batches of one pass and repeats them: the rest of a pass has few, or none.
 
 `Whereabouts` notices a loop that goes over `range(n)` instead of `state.epochs(n)`.
 
@@ -17,16 +18,20 @@ With another number of ranks a rate may follow that number, or its square root.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from types import GeneratorType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from holdfast.train.data import Position
+from holdfast.train.data.loader import ENDLESS
 
 Options = list[dict[str, float]]
 """The numbers among the options of all parameter groups."""
@@ -125,6 +130,23 @@ class Whereabouts:
                 stacklevel=4,
             )
         return False
+
+
+def is_cycled(loader: Any) -> bool:
+    """Whether an `itertools.cycle` goes over this loader of ours. It looks through the memory, once: 40 ms."""
+    cycles = (each for each in gc.get_objects() if type(each) is itertools.cycle)
+    passes = (one for each in cycles for one in gc.get_referents(each) if isinstance(one, GeneratorType))
+    return any(one.gi_frame is not None and one.gi_frame.f_locals.get("self") is loader for one in passes)
+
+
+def warn_of_cycle(name: str) -> None:
+    """Warn of a tracked loader in `itertools.cycle`."""
+    warnings.warn(
+        f"holdfast: {name} is in itertools.cycle(), which repeats the batches of one pass: after a resume these are "
+        f"its last ones, or none, and a zip() with it ends.\n{ENDLESS}",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 def warn_of_weights(epoch: int) -> None:

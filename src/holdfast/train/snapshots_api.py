@@ -139,6 +139,19 @@ class _Before:
         return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
 
 
+NOT_TRACKED = (
+    "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch begins the "
+    "epoch again, and trains its first samples twice.\n"
+    "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, memory_every=None "
+    "and state.epochs(…, save=True)."
+)
+OURS_NOT_TRACKED = (
+    "holdfast: the training loop is over an ht.DataLoader that is not tracked: after a resume it begins with its first "
+    "epoch again.\n"
+    "Give it to track(), too."
+)
+"""Warnings about a loader of the training loop."""
+
 _first_resumed: list[weakref.ref[Snapshots]] = []
 """The Snapshots whose `resume()` was called first: in it a replacement joins the others. One per process, as its rank
 is."""
@@ -169,6 +182,9 @@ class Snapshots:
 
     _whereabouts: Whereabouts | None = None
     """Looks whether the script asks where it goes on after a resume; None: it was looked at."""
+
+    _joined = False
+    """Whether this process has joined ranks that went on, in place of a lost one."""
 
     def __init__(
         self,
@@ -296,13 +312,14 @@ class Snapshots:
             self.state._pending = lambda: self._pending.now() is WherePending.HERE
         # It replaces the same function of torch as the line above, and has to be called before that.
         if self._untracked is None and self._schedule.within_epochs:
+            self._tracker.looks_for_cycles = True
             self._untracked = UntrackedData(self._tracker.others.values)
         return self.state
 
     def _position_is_kept(self) -> None:
         """Note that a trainer skips the batches that are trained: its loader need not be tracked."""
         self._stop_watching_data()
-        self._schedule.within_epochs = False
+        self._schedule.within_epochs = self._tracker.looks_for_cycles = False
 
     def _stop_watching_data(self) -> None:
         if self._untracked is not None:
@@ -437,7 +454,7 @@ class Snapshots:
     def _resume_from_survivors(self) -> Resumed:
         from holdfast.train.survival import join  # only a replacement needs it
 
-        step = join(self)
+        step, self._joined = join(self), True
         assert self._peers is not None
         return Resumed(step, "survivors", self._peers.world)
 
@@ -567,6 +584,7 @@ class Snapshots:
             self._clock.start(step, time.monotonic())
         self._watch_optimizers()
         self._tracker.switches.begin()
+        self._tracker.numbers.begin()
         state = self.state  # the tracker would keep the models alive
         replica_check.counted_by(lambda: state._step)
         if self._options.replicas_differ:
@@ -702,6 +720,8 @@ class Snapshots:
             self._note_untracked_data()
         if self._whereabouts is not None and not self._whereabouts.at_step():
             self._whereabouts = None
+        if not self._tracker.numbers.idle:
+            self._look_at_numbers()
         while self._until_first_step:  # the hooks cannot remove themselves: torch iterates over them while they run
             self._until_first_step.pop()()
         if self._survivor is not None:
@@ -709,18 +729,19 @@ class Snapshots:
         if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:
             same_loss(metrics[self._keep.best[0]])  # warns if the ranks' values differ: that of rank 0 decides for all
 
+    def _look_at_numbers(self) -> None:
+        """Warn of a Python number in a module that has begun again after a resume."""
+        begun_again = self._tracker.numbers.step(self._tracker.epochs())
+        # A replacement has a number that the ranks that went on have not.
+        if begun_again and (self._joined or (self._peers is not None and self._peers.rank == 0)):
+            warnings.warn(f"holdfast: {begun_again}", RuntimeWarning, stacklevel=4)
+
     def _note_untracked_data(self) -> None:
         if self._survivor is not None:
             self._survivor.withdraw("the training loop is over a loader that is not tracked")
         if self._peers is not None and self._peers.rank == 0:
-            warnings.warn(
-                "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch "
-                "begins the epoch again, and trains its first samples twice.\n"
-                "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, "
-                "memory_every=None and state.epochs(…, save=True).",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            assert self._untracked is not None
+            warnings.warn(OURS_NOT_TRACKED if self._untracked.is_ours else NOT_TRACKED, RuntimeWarning, stacklevel=4)
 
     def _save_if_due(self, saving: Saving, *, pending: bool) -> None:
         step, schedule = self._tracker.step, self._schedule

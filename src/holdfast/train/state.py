@@ -37,6 +37,7 @@ from holdfast.train import replicas, torch_private
 from holdfast.train import state_codec as codec
 from holdfast.train.agreement import Peers
 from holdfast.train.data import Position, check_same, rank_and_world
+from holdfast.train.module_numbers import ModuleNumbers
 from holdfast.train.own_objects import is_data, unknown_objects
 from holdfast.train.random_numbers import (
     RandomNumbers,
@@ -48,7 +49,15 @@ from holdfast.train.random_numbers import (
 )
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
-from holdfast.train.reentry import Options, Reentry, Whereabouts, options_of, warn_of_weights
+from holdfast.train.reentry import (
+    Options,
+    Reentry,
+    Whereabouts,
+    is_cycled,
+    options_of,
+    warn_of_cycle,
+    warn_of_weights,
+)
 from holdfast.train.sharding import OWN, TIED, local_tensor
 from holdfast.train.switches import Switches
 from holdfast.train.tracked import (
@@ -70,8 +79,8 @@ OWN_BUFFERS = "own_buffers"
 """Key of the text with the names of the buffers that belong to each rank."""
 ALONE, STAND_IN = "alone", "stand in"
 """Marks of a text: its rank has left the state without the others; it stands for that of another rank."""
-SWITCHES = "switches"
-"""The part of a text that has `Switches.changed`. Most snapshots have none."""
+SWITCHES, NUMBERS = "switches", "numbers"
+"""The parts of a text that have `Switches.changed` and `ModuleNumbers.moved`. Most snapshots have none."""
 
 
 @dataclass
@@ -306,6 +315,10 @@ class Tracker:
     """The positions that `restore` has given to data that are no loaders of ours."""
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
+    looks_for_cycles: bool = False
+    """Whether loops over loaders are looked at for `itertools.cycle`. No: they were, or a trainer skips batches."""
+    _beside: bool = False
+    """Whether a step had batches of several loaders or samplers."""
     _counts: dict[str, Any] = field(default_factory=dict)
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
     _trains: bool = False
@@ -384,6 +397,11 @@ class Tracker:
         return Switches(self._models)
 
     @functools.cached_property
+    def numbers(self) -> ModuleNumbers:
+        """The Python numbers in the models that training moves."""
+        return ModuleNumbers(self._models)
+
+    @functools.cached_property
     def reducers(self) -> Reducers:
         """The reducers of the models. It is called when all of them are tracked."""
         return Reducers(self.models)
@@ -445,11 +463,27 @@ class Tracker:
             self.state._reentry.step(self.state.epoch)
         # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
         training = [each for each in self.others.values() if _is_in_loop(each)]
+        if self.looks_for_cycles and training and (len(training) > 1 or not self.state._in_body):
+            self._look_for_cycles()
+        if len(training) > 1 and not self._beside:
+            self._beside = True
+            for each in training:
+                each._beside_another = True
         for each in self.others.values():
             if training and callable(note := getattr(each, "_note_another", None)) and not _is_in_loop(each):
                 note()
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
+
+    def _look_for_cycles(self) -> None:
+        """Warn, once, of a loader in the training's loop that is in `itertools.cycle`. One alone in the body of an
+        epoch is not: that would never end."""
+        self.looks_for_cycles = False
+        if rank_and_world(None)[0]:
+            return
+        cycled = (name for name, each in self.others.items() if getattr(each, "_in_body", False) and is_cycled(each))
+        if name := next(cycled, ""):
+            warn_of_cycle(name)
 
     def _schedule_counts(self) -> dict[str, Any]:
         """The number of steps that each schedule has made."""
@@ -501,11 +535,19 @@ class Tracker:
     def whereabouts(self, resumed: object) -> Whereabouts:
         """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""
         self.state._asked = False
-        goes_on = (each for each in self.others.values() if isinstance(getattr(each, "_position", None), Position))
-        training = [each._position for each in goes_on if not each._evaluates]
+        training = self._positions()
         if unknown_objects(self.others):
             training = []  # one of them may count epochs for the script
         return Whereabouts(lambda: self.state._asked, resumed, training)
+
+    def epochs(self) -> list[int]:
+        """The epochs of the script, and of the loaders and samplers of the training."""
+        return [self.state.epoch, *(each.epoch for each in self._positions())]
+
+    def _positions(self) -> list[Position]:
+        """The positions of the loaders and samplers of the training."""
+        goes_on = (each for each in self.others.values() if isinstance(getattr(each, "_position", None), Position))
+        return [each._position for each in goes_on if not each._evaluates]
 
     def _count_batches(self) -> tuple[int, int]:
         """The number of batches left in this epoch, and that of a whole one; zeros unless exactly one loader is the
@@ -518,7 +560,7 @@ class Tracker:
         codec.StateTypeError, naming the value that cannot be saved."""
         encoder = codec.Encoder(f"{OWN}{rank}/")
         parts = self._parts(encoder)
-        switches = self.switches.changed()
+        switches, numbers = self.switches.changed(), self.numbers.moved()
         tree = {
             "format": FORMAT,
             "rank": rank,
@@ -537,6 +579,7 @@ class Tracker:
             "orders": [] if rank and not alone else self.reducers.orders,
             **({ALONE: True} if alone else {}),
             **({SWITCHES: switches} if switches else {}),
+            **({NUMBERS: numbers} if numbers else {}),
             TIED: parts.tied,
             OWN_BUFFERS: self.own_buffers,
         }
@@ -659,6 +702,7 @@ class Tracker:
         done = Restored(world_then, orders=codec.expect(text.get("orders", []), list, "orders"))
         if not self.state._only:  # with `only` another training begins, which freezes other parameters
             self.switches.restore(codec.section(text, SWITCHES), fit.restored)
+            self.numbers.restore(codec.section(text, NUMBERS))
         for name, each in self.others.items():
             if name in fit.restored:
                 state = codec.decode(text["others"][name], saved.fresh)

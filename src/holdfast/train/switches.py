@@ -77,7 +77,7 @@ class Switches:
         """The same for this model, by name."""
         assert self._parts is not None
         modes = dict(zip(self._parts.modules, self._modes, strict=True))
-        named = {name: modes[each] for name, each in _modules(model.module) if each in modes}
+        named = {name: modes[each] for name, each in named_modules(model.module) if each in modes}
         root = named.get("", True)
         return {
             GRADIENTS: {model.fqn(raw): each.requires_grad for raw, each in model.module.named_parameters()},
@@ -116,7 +116,7 @@ class Switches:
                 if wanted != each.requires_grad:
                     each.requires_grad_(wanted)
                     self.unfrozen += [each] if wanted else []
-            named = _modules(model.module)
+            named = named_modules(model.module)
             if not dict(named)[""].training:
                 continue  # the script evaluates it, or calls train() before it trains, which sets all modes
             # A rank that gets the state within the job may be in another mode than at its beginning.
@@ -127,7 +127,7 @@ class Switches:
         self.note()
 
 
-def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules, with names that do not depend on DDP, torch.compile and activation checkpointing. A wrapper has the
     name of the module within, and comes before it."""
     found = []

@@ -1,9 +1,11 @@
-"""Notices what a training uses and does not track, in its first steps: torch DataLoaders, optimizers and schedules.
+"""Notices what a training uses and does not track, in its first steps: loaders, optimizers and schedules.
 
 The position of a loader that is not tracked is in no snapshot. A resume in the middle of an epoch, and a loss in
 `ht.survive`, begin the epoch again: the first samples are trained twice. torch has no hook for passes, so its
 `DataLoader.__iter__` is replaced by one that counts the batches that it hands out, from `track()` until the loader of
 the training loop is known. A pass that had begun before is counted by the method that hands out its batches.
+
+An `ht.DataLoader` that is not tracked begins with its first epoch again, also after a resume at an epoch's end.
 
 A loop over a loader takes the same number of batches between two calls of `snaps.step()`. An evaluation takes many at
 once, and none for a long time.
@@ -101,6 +103,8 @@ class UntrackedData:
         self._early: weakref.WeakKeyDictionary[Any, _Count] = weakref.WeakKeyDictionary()
         """The passes that had begun before, by torch's iterator."""
         self._steps = 0
+        self.is_ours = False
+        """Whether the loader that was found is an ht.DataLoader."""
         self._hooks = contextlib.ExitStack()
         for kind in _kinds_of_loaders():
             self._replace(kind)
@@ -137,7 +141,7 @@ class UntrackedData:
 
     def _note(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._known.add(batches)
-        if isinstance(loader.dataset, Seeded):  # it is inside an ht.DataLoader, which keeps the position
+        if self._is_inside_tracked(loader):
             return batches
         counted = _Counted(loader, batches)
         self._live.add(counted)
@@ -159,10 +163,21 @@ class UntrackedData:
         found += [_parts_of_pass(batches) for batches, count in list(self._early.items()) if count.is_in_step()]
         if found or self._steps == SEARCH_STEPS_MAX:
             self.stop()
-        return not all(map(self._is_tracked, found))
+        lacking = [parts for parts in found if not self._is_tracked(parts)]
+        self.is_ours = any(isinstance(each, Seeded) for parts in lacking for each in parts)
+        return bool(lacking)
+
+    def _is_inside_tracked(self, loader: Any) -> bool:
+        """Whether it is torch's loader inside an ht.DataLoader that is tracked, or kept by a tracked object."""
+        if not isinstance(loader.dataset, Seeded):
+            return False
+        within = (one for each in self._tracked() for one in (each, *_attributes(each)))
+        return any(getattr(each, "_torch", None) is loader for each in within)
 
     def _is_tracked(self, parts: Sequence[Any]) -> bool:
         """Whether a loader is tracked, or one of the objects from which it draws its samples."""
+        if isinstance(parts[0], DataLoader) and self._is_inside_tracked(parts[0]):
+            return True
         tracked = {id(each) for each in self._tracked()}
         within = {id(torch_private.pass_of(each)) for each in self._tracked()}
         return any(id(each) in tracked | within for each in parts if each is not None)

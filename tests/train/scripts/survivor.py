@@ -216,6 +216,8 @@ class Net(nn.Module):
         self.first = nn.Linear(8, 32)
         self.rest = nn.Sequential(nn.ReLU(), *between, nn.Linear(32, 33), nn.ReLU(), nn.Linear(33, 3))
         self.counts = nn.Parameter(torch.zeros(case.steps * GLOBAL))
+        self.passes = 0
+        """In no state: a replacement counts from 0."""
         self.first.weight.register_hook(self.in_backward)
 
     def in_backward(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -225,6 +227,7 @@ class Net(nn.Module):
 
     def forward(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         within = self.first(rows)
+        self.passes += 1
         reach("forward")
         return self.rest(within).square().mean() + self.counts[index].mean()
 

@@ -451,6 +451,14 @@ class Position:
         else:
             self._begin_epoch(epoch)
 
+    def is_left_behind(self, epoch: int) -> bool:
+        """Whether a state of an earlier epoch than this one was loaded, and nothing trained since."""
+        return self._as_loaded and self.epoch < epoch
+
+    def goes_back(self, epoch: int) -> bool:
+        """Whether a pass of this epoch, or of a later one, is under way that was begun in this life."""
+        return not self._as_loaded and self.cursor > 0 and self.epoch >= epoch
+
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self.cursor = epoch, 0
         self.pending_cursor, self._as_loaded, self._asked_is_done = None, False, False

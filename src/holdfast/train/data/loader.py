@@ -51,6 +51,10 @@ from holdfast.train.mistakes import ReadAhead
 
 SHRUNK = "batch_size"
 """Name in a loader's state: the number of samples that a rank takes at once, after memory was short."""
+ENDLESS = "Make a generator of it, once, before the loop over epochs: `while True: yield from loader`."
+"""What to do with a loader that gives batches as long as another one does."""
+OUTLIVES = "outlives_epochs"
+"""Name in a loader's state: its passes go on when the script begins another epoch."""
 
 TORCH_ARGUMENTS = (
     "pin_memory",
@@ -88,6 +92,12 @@ class DataLoader:
 
     _length_asked = False
     """Whether a loop's body has asked for the number of batches (reentry.py)."""
+
+    _outlives_epochs = False
+    """Whether a pass went on after a `set_epoch`: an iterator without end, beside another loader."""
+
+    _beside_another = False
+    """Whether a step had batches of another tracked loader, too, and nothing was said about it."""
 
     def __init__(
         self,
@@ -174,7 +184,7 @@ class DataLoader:
         ):
             self._set_rank(*here)  # the world has changed: only tracked loaders get a call of `regroup`
         if self._asked_epoch is not None:
-            position.set_epoch(self._asked_epoch)
+            self._begin_epoch(self._asked_epoch)
         if not self._resumes and position.cursor:
             position.set_epoch(position.epoch + 1)
 
@@ -193,7 +203,9 @@ class DataLoader:
                 yield batch
                 if this_pass != self._passes:
                     raise DataError("Another pass over this loader, or a state loaded into it, has ended this one.")
-                self._asked_epoch = None  # the loop goes on with this pass: a `set_epoch` in its body was for nothing
+                # The loop goes on with this pass: a `set_epoch` in its body was for nothing.
+                self._outlives_epochs |= self._asked_epoch is not None
+                self._asked_epoch = None
                 position.count_pending()
         finally:
             if self._open_pass == this_pass:
@@ -311,7 +323,7 @@ class DataLoader:
     def _trained_position(self) -> dict[str, Any]:
         """The same as `state_dict()`, but the batch in the loop's body counts as not trained."""
         self._position.give_up()
-        return self._with_shrunk(self._position.state_dict())
+        return self._with_rest(self._position.state_dict())
 
     def _identity(self) -> list[Any] | None:
         """What has to be equal on all ranks; None: the script divides the data."""
@@ -325,11 +337,26 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next `for` go over `epoch` from its start. A loaded state is kept: its own epoch goes on at its
-        cursor, and an earlier epoch gives no batch, since it is finished. A pass that is under way is not changed."""
+        cursor, and an earlier epoch gives no batch, since it is finished. A pass that is under way is not changed, also
+        after a resume."""
         if self._open_pass:
             self._asked_epoch = epoch
-        else:
-            self._position.set_epoch(epoch)
+        elif not (self._outlives_epochs and self._position.is_left_behind(epoch)):
+            self._begin_epoch(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Let the next pass go over this epoch. Warn, once, if that gives up a pass of it or of a later one."""
+        if self._beside_another and self._position.goes_back(epoch):
+            self._beside_another = False
+            if self._rank == 0:
+                warnings.warn(
+                    "holdfast: a loader that is used beside another one begins anew with each epoch, after a part of a "
+                    "pass: a resume at an epoch's end takes the rest of that pass, and so other samples.\n"
+                    f"{ENDLESS}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        self._position.set_epoch(epoch)
 
     def trained(self, samples: int | None = None) -> None:
         """Count the batch in the loop's body as trained. `snaps.step()` calls this; a second call changes nothing.
@@ -374,19 +401,21 @@ class DataLoader:
         """The position: seed, epoch, cursor, length and the order's name; after memory was short also the number of
         samples that a rank takes at once. It is equal on all ranks, and fits any world and any num_workers."""
         self._keep_position()
-        state = self._with_shrunk(self._position.state_dict())
+        state = self._with_rest(self._position.state_dict())
         if self._evaluates:
             state[EVALUATES] = True
         return state if self._resumes else {**state, "cursor": 0}
 
-    def _with_shrunk(self, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, SHRUNK: self._shrunk} if self._shrunk else state
+    def _with_rest(self, state: dict[str, Any]) -> dict[str, Any]:
+        shrunk = {SHRUNK: self._shrunk} if self._shrunk else {}
+        return {**state, **shrunk, **({OUTLIVES: True} if self._outlives_epochs else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at this position. Raises DataStateError if the state belongs to another dataset, seed or order."""
         self._keep_position()
         self._position.load_state_dict(state)
         self._was_evaluation |= state.get(EVALUATES) is True
+        self._outlives_epochs = state.get(OUTLIVES) is True
         shrunk = state.get(SHRUNK, 0)
         if self._shrinks_on_oom and type(shrunk) is int:
             self._shrunk = max(shrunk, 0)
