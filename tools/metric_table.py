@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec.structs import fields
 from prometheus_client.core import Metric
 
 from holdfast.extensions.metrics.exposition import Metrics
@@ -26,11 +27,9 @@ JOB_HEAD = """
 Only the agent on the coordinator's node reports these. With etcd, or a backend of another package, counts begin again with another coordinator.
 
 """
-# Every metric is there, whatever a scrape of a real job may lack. Only names, labels and words are read.
-JOB = JobView(
-    run_id="", phase="", generation=1, restarts=0, restarts_max=0, world_size=0, since_s=0, job_s=0, training_s=0,
-    nodes_max=1, left_s=1,
-)  # fmt: skip
+NUMBERS = (int, float, int | None, float | None)
+# Every number is given, also one that is added later: a metric whose number is unknown would not be on the page.
+JOB = JobView(**{"run_id": "", "phase": "", **{each.name: 1 for each in fields(JobView) if each.type in NUMBERS}})
 
 
 def render() -> str:

@@ -306,7 +306,7 @@ OPTIONS: tuple[Option, ...] = (
             "--shutdown-timeout",
             INT,
             None,
-            "from SIGTERM to SIGKILL when workers are stopped, 30",
+            "from SIGTERM to SIGKILL when workers are stopped, 30; 0: both at once",
             "SECONDS",
             least=0,
             launchers_only=True,
