@@ -37,6 +37,12 @@ ASIDE = re.compile(
 )
 """Lines of stderr that are not a cause: glog lines below an error, Python's warnings, other lines of logs, what a
 shell or the end of the interpreter adds."""
+NO_REASON = re.compile(r"^holdfast: (?!HF\d)|^frame #\d+: |^Exception raised from ")
+"""Lines that holdfast's library writes while training goes on, and those of torch's C++ traces, which also follow a mere
+warning. After a traceback a line of holdfast shows that the program went on, so ASIDE does not have them. With a code
+of an error it is the reason of an end (HF253)."""
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: (?:holdfast: .*\n(?:\S.*\n){0,2}|.*\n)  \S.*\n?", re.MULTILINE)
+"""A warning of Python's with the source line below it. One of holdfast may have several lines."""
 PROGRESS = re.compile(r"\d%\s*\||\d%\||\bit/s\b|\bs/it\b")
 """A line of a progress bar."""
 CONTINUES = re.compile(
@@ -183,7 +189,7 @@ class ExceptionText:
         aborted, such as a failed assertion; empty: nothing."""
         fatal = _last(FATAL, self.stderr)
         lines = (self.stderr[: fatal.start()] if fatal else self.stderr).splitlines()
-        line = next((each.strip() for each in reversed(lines) if each.strip() and not ASIDE.search(each)), "")
+        line = next((each.strip() for each in reversed(lines) if each.strip() and _may_explain(each)), "")
         return "" if PROGRESS.search(line) else line
 
     @cached_property
@@ -191,7 +197,9 @@ class ExceptionText:
         """The lines of stderr that may explain an end without an exception: no tracebacks, stacks, warnings and
         logs."""
         lines = [line for line in _without_traces(self.stderr).splitlines() if not ASIDE.search(line)]
-        return "\n".join(lines[-SAID_LINES_MAX:] if is_own_code(self._failure.exit_code) else lines)
+        if is_own_code(self._failure.exit_code):
+            lines = lines[-SAID_LINES_MAX:]
+        return "\n".join(line for line in lines if not NO_REASON.search(line))
 
     @cached_property
     def last_line(self) -> str:
@@ -203,7 +211,7 @@ class ExceptionText:
         bar = ""
         for text in (_without_traces(self.stderr), self._failure.stdout_tail):
             for line in (each.rstrip().rpartition("\r")[2].strip() for each in reversed(text.splitlines())):
-                if not line or ASIDE.search(line):
+                if not line or not _may_explain(line):
                     continue
                 if not PROGRESS.search(line):
                     return line
@@ -293,8 +301,14 @@ def final_traceback(stderr: str, exit_code: int) -> str:
     return block if all(map(CONTINUES.match, later[:1])) else ""
 
 
+def _may_explain(line: str) -> bool:
+    """Whether this line of stderr or stdout may be the reason of an end without an exception."""
+    return not (ASIDE.search(line) or NO_REASON.search(line))
+
+
 def _without_traces(stderr: str) -> str:
-    return HANDLED.sub("", DUMP.sub("", stderr))
+    """Without tracebacks, stacks and warnings: their source lines look like words of the program."""
+    return WARNING.sub("", HANDLED.sub("", DUMP.sub("", stderr)))
 
 
 def class_of(text: str) -> str:
