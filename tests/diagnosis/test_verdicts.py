@@ -357,6 +357,17 @@ def test_the_rank_that_left_is_the_culprit_and_its_victims_are_the_evidence() ->
     assert "rank 5 (local 1, pid 1005) on b, exit code 0" in screen
 
 
+def test_the_last_line_of_a_rank_that_left_may_be_on_its_stdout() -> None:
+    left = structs.replace(fails(5, code=0), stderr_tail="", stdout_tail="hello\nrank 5 is done")
+    verdict = judge(evidence(cut(0), cut(2), done=(5,), left=(left,)))
+    assert verdict.cause.endswith("; its last line was: rank 5 is done")
+    screen = render(Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=verdict), "/runs/x")
+    assert screen.endswith("last lines of rank 5's stdout:\nhello\nrank 5 is done")
+    survivor = structs.replace(left, stderr_tail="holdfast: ht.survive: if a rank is lost, the others go on")
+    said = judge(evidence(cut(0), cut(2), done=(5,), left=(survivor,))).cause
+    assert said.endswith("; its last line was: rank 5 is done"), "what holdfast wrote is not the program's"
+
+
 def test_a_time_out_of_something_else_is_not_blamed_on_who_had_finished() -> None:
     lock = "filelock._error.Timeout: The file lock 'x' could not be acquired."
     verdict = judge(evidence(fails(1, lock, frames=(f"{SITE}/filelock/_api.py",)), done=(0,)))

@@ -20,6 +20,7 @@ from holdfast.supervisor.ends import (
     facts_for,
     failure_of_spawn,
     in_thread,
+    left_with_zero,
     read_error_file,
     read_tail,
     with_evidence,
@@ -161,6 +162,16 @@ def test_a_failure_with_all_its_evidence(tmp_path: Path) -> None:
     assert (found.error_type, found.message, found.traceback) == ("a.B", "a.B: text", "Traceback")
     assert (found.stderr_tail, found.timestamp, found.started) == ("last words", 17, True)
     assert found.error_file == str(tmp_path / "error.json")
+
+
+def test_the_last_words_of_a_worker_that_left_stay_with_their_stream(tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").write_text("hello\nrank 1 is done\n")
+    (tmp_path / "stderr.log").write_text("")
+    bare = Failure(rank=1, local_rank=1, host="n1", pid=77, exit_code=0)
+    out, err = (moved(tmp_path / name) for name in ("stdout.log", "stderr.log"))
+    streams = WorkerStreams(StreamFds(None, None), None, tmp_path / "stderr.log", None, out, err)
+    found = left_with_zero(bare, streams)
+    assert (found.stdout_tail, found.stderr_tail) == ("hello\nrank 1 is done", "")
 
 
 def test_a_failure_without_any(tmp_path: Path) -> None:

@@ -399,8 +399,12 @@ def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
     """The end of a worker that exited with 0, with its last output, in case its peers still need it."""
     stderr_file = str(streams.stderr_file or "")
     # Such a worker may be the one for which the others wait (test_whoever_closed_a_connection_may_end_with_0).
-    tail = read_tail(streams.stderr) or read_tail(streams.stdout)
-    return structs.replace(bare, stderr_tail=_last_lines(tail), stderr_file=_as_text(stderr_file))
+    return structs.replace(
+        bare,
+        stderr_tail=_last_lines(read_tail(streams.stderr)),
+        stdout_tail=_last_lines(read_tail(streams.stdout)),
+        stderr_file=_as_text(stderr_file),
+    )
 
 
 def _last_lines(tail: str) -> str:
