@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -251,6 +252,27 @@ def test_the_disk_that_the_words_name_is_looked_at() -> None:
     assert "/proc/self " not in facts_for("OSError: [Errno 28] No space left on device", 1)["disks"]
     words = "OSError: [Errno 28] No space left on device: '/proc/self/step_900.pt'"
     assert "/proc/self 0% full" in ends.disks("", words)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "OSError: [Errno 28] No space left on device: '/proc/self/gone/deeper/a.pt'",
+        "OSError: [Errno 28] No space left on device: 'self/gone/a.pt'",
+        "OSError: [Errno 122] Disk quota exceeded: '/gone/a.pt' -> 'self/a.pt'",
+        "SnapshotWriteError: cannot write /proc/self/a/rank_0.safetensors: No space left on device; 0 MB are free there",
+    ],
+)
+def test_the_disk_of_the_file_that_the_error_names_comes_first(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder may be gone: a save that failed removes what it has written."""
+    monkeypatch.chdir("/proc")
+    assert ends.disks("", f"loading /dev/shm/x.bin\n{says}\n").startswith("/proc/self 0% full, ")
+
+
+def test_a_disk_that_the_error_names_is_listed_once_and_with_its_size(tmp_path: Path) -> None:
+    said = ends.disks("", f"[Errno 28] No space left on device: '{tmp_path}/gone/a.pt'")
+    assert re.match(rf"{tmp_path} \d+% full(?: \(\d+% of its inodes\))? of [\d.]+ [KMG]iB, ", said)
+    assert said.count(str(tmp_path)) == 1
 
 
 def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp_path: Path) -> None:
