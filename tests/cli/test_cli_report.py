@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,29 @@ def test_the_newest_run_when_none_is_named(
         os.utime(runs / name / "events.jsonl", (1e9 - age_s, 1e9 - age_s))
     assert main(["report"]) == 0
     assert capsys.readouterr().out == "run new on a: 0 generations, not ended\n"
+
+
+def test_a_run_whose_agent_was_killed_has_ended_without_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "a.example.org")
+    killed = journal(tmp_path / "killed", begins("a"))
+    assert main(["report", killed]) == 0
+    without = "without a verdict: its agent was killed, or its disk was full"
+    assert capsys.readouterr().out == f"run job on a: 0 generations, ended: {without}\n"
+    assert main(["report", "--json", killed]) == 0
+    assert checked("report", capsys.readouterr().out)["end"] == without
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
+        control.bind(f"{killed}/control.sock")
+        control.listen()
+        assert main(["report", killed]) == 0
+    assert capsys.readouterr().out.endswith(", not ended\n"), "its agent answers"
+    (tmp_path / "killed" / "verdict.json").write_text('{"kind": "failed", "exit_code": 3}')
+    assert main(["report", killed]) == 0
+    assert "0 generations, ended: failed, exit code 3\n" in capsys.readouterr().out
+    elsewhere = journal(tmp_path / "elsewhere", begins("b"))
+    assert main(["report", elsewhere]) == 0
+    assert capsys.readouterr().out.endswith(", not ended\n"), "nothing here shows whether the agent on b lives"
 
 
 def test_a_run_folder_that_may_not_be_read_hides_no_other(

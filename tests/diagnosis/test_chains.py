@@ -153,6 +153,34 @@ def test_the_last_words_on_stdout_are_told_if_stderr_has_none() -> None:
     assert cause_of(structs.replace(end, stderr_tail="no GPU\n")).line == "ended with exit code 2: no GPU"
 
 
+SURVIVES = "holdfast: ht.survive: if a rank is lost, the others keep their processes and wait for its replacement\n"
+RECEIVE_FAILED = (
+    "[rank0]:[W1129 04:05:30.1 TCPStore.cpp:106] [c10d] recvValue failed on SocketImpl(fd=4): Connection reset by peer\n"
+    "Exception raised from recvBytes at /pytorch/Utils.hpp:697 (most recent call first):\n"
+    "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f05 in /venv/libc10.so)\n"
+    "frame #31: _start + 0x21 (0x55cb in /venv/bin/python)\n\n"
+)
+SHORT_OF_MEMORY = "holdfast: rank 1 ran out of memory with 64 samples at once: this optimizer step is done in parts\n"
+
+
+WARNS = (
+    "/job/train.py:9: RuntimeWarning: holdfast: no snapshots in memory: no room\nTraining goes on.\n  snaps.resume()\n"
+)
+
+
+@pytest.mark.parametrize("before", [SURVIVES, RECEIVE_FAILED, SURVIVES + RECEIVE_FAILED, SHORT_OF_MEMORY, WARNS])
+def test_what_holdfast_and_traces_of_warnings_say_is_no_reason_of_an_exit(before: str) -> None:
+    exited = structs.replace(fails(0, code=7), stderr_tail=before)
+    assert cause_of(exited).line == "ended with exit code 7"
+    assert cause_of(exited).advice.startswith("no reason of it was kept: look at its output")
+    assert ended(f"no data left\n{before}", 7) == ("HF205", "ended with exit code 7: no data left")
+
+
+def test_what_holdfast_writes_after_a_traceback_shows_that_the_program_went_on() -> None:
+    went_on = traced("ValueError: bad row") + SURVIVES
+    assert ended(went_on, 7)[1] == "ended with exit code 7"
+
+
 def test_modules_that_import_each_other_are_not_to_be_renamed() -> None:
     cycle = "cannot import name 'a' from partially initialized module 'alpha' (most likely due to a circular import) (/data/alpha.py)"
     cause = cause_of(fails(0, f"ImportError: {cycle}"))

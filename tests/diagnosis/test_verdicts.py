@@ -317,6 +317,34 @@ def test_a_headline_of_a_crash_names_its_innermost_line_of_the_script() -> None:
     assert judge(evidence(fails(1, code=-11, stderr=said), hosts=("a",))).cause.endswith(", at model.py:44")
 
 
+@pytest.mark.parametrize(
+    ("source", "code", "cause"),
+    [
+        ("    raise KeyboardInterrupt\n", "HF201", "raised KeyboardInterrupt, at clf.py:4"),
+        (
+            "    time.sleep(30)\n",
+            "HF235",
+            "was ended from outside by SIGINT (interrupted), at clf.py:4 `time.sleep(30)`",
+        ),
+        (
+            "",
+            "HF235",
+            "was ended by a SIGINT, or by a KeyboardInterrupt that the program raised, at clf.py:4",
+        ),
+    ],
+)
+def test_an_interrupt_that_the_script_raises_is_no_signal_from_outside(source: str, code: str, cause: str) -> None:
+    """Python kills itself by SIGINT after both."""
+    said = (
+        'Traceback (most recent call last):\n  File "/job/clf.py", line 8, in <module>\n    main()\n'
+        f'  File "/job/clf.py", line 4, in inner\n{source}KeyboardInterrupt\n'
+    )
+    verdict = judge(evidence(fails(0, code=-2, stderr=said), hosts=("a",)))
+    assert (verdict.code, verdict.cause) == (code, f"rank 0 on a {cause}")
+    killed = judge(evidence(fails(0, code=-9, stderr=said), hosts=("a",)))
+    assert (killed.code, "clf.py" in killed.cause) == ("HF204", False), "it caught the interrupt, and was killed later"
+
+
 def test_the_rank_that_left_is_the_culprit_and_its_victims_are_the_evidence() -> None:
     left = structs.replace(fails(5, code=0), stderr_tail="no batches left\n", step=20)
     verdict = judge(evidence(cut(0), cut(2), done=(5,), left=(left,)))
@@ -327,6 +355,17 @@ def test_the_rank_that_left_is_the_culprit_and_its_victims_are_the_evidence() ->
     assert job_exit_code(verdict) == 1
     screen = render(Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=verdict), "/runs/x")
     assert "rank 5 (local 1, pid 1005) on b, exit code 0" in screen
+
+
+def test_the_last_line_of_a_rank_that_left_may_be_on_its_stdout() -> None:
+    left = structs.replace(fails(5, code=0), stderr_tail="", stdout_tail="hello\nrank 5 is done")
+    verdict = judge(evidence(cut(0), cut(2), done=(5,), left=(left,)))
+    assert verdict.cause.endswith("; its last line was: rank 5 is done")
+    screen = render(Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=verdict), "/runs/x")
+    assert screen.endswith("last lines of rank 5's stdout:\nhello\nrank 5 is done")
+    survivor = structs.replace(left, stderr_tail="holdfast: ht.survive: if a rank is lost, the others go on")
+    said = judge(evidence(cut(0), cut(2), done=(5,), left=(survivor,))).cause
+    assert said.endswith("; its last line was: rank 5 is done"), "what holdfast wrote is not the program's"
 
 
 def test_a_time_out_of_something_else_is_not_blamed_on_who_had_finished() -> None:

@@ -261,11 +261,13 @@ def test_the_words_of_a_sample_are_clean_when_they_come_in() -> None:
     assert "\\x1b" not in shown
 
 
-def test_a_traceback_keeps_its_lines() -> None:
+def test_a_traceback_and_the_last_output_keep_their_lines() -> None:
     failure = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, traceback="Traceback:\n  \x1b[31mx\x1b[0m\n")
+    failure = msgspec.structs.replace(failure, stderr_tail="a\nb", stdout_tail="c\nd")
     message = decode_from_agent(encode(WorkersFailed(1, (failure,))))
     assert isinstance(message, WorkersFailed)
     assert message.failures[0].traceback == "Traceback:\n  x\n"
+    assert (message.failures[0].stderr_tail, message.failures[0].stdout_tail) == ("a\nb", "c\nd")
 
 
 class OpenedError(Exception):
@@ -314,6 +316,7 @@ def failure(rank: int, words: str) -> Failure:
         message="ValueError: m",
         traceback=words,
         stderr_tail=words,
+        stdout_tail=words,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -20,6 +21,7 @@ from holdfast.supervisor.ends import (
     facts_for,
     failure_of_spawn,
     in_thread,
+    left_with_zero,
     read_error_file,
     read_tail,
     with_evidence,
@@ -163,6 +165,16 @@ def test_a_failure_with_all_its_evidence(tmp_path: Path) -> None:
     assert found.error_file == str(tmp_path / "error.json")
 
 
+def test_the_last_words_of_a_worker_that_left_stay_with_their_stream(tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").write_text("hello\nrank 1 is done\n")
+    (tmp_path / "stderr.log").write_text("")
+    bare = Failure(rank=1, local_rank=1, host="n1", pid=77, exit_code=0)
+    out, err = (moved(tmp_path / name) for name in ("stdout.log", "stderr.log"))
+    streams = WorkerStreams(StreamFds(None, None), None, tmp_path / "stderr.log", None, out, err)
+    found = left_with_zero(bare, streams)
+    assert (found.stdout_tail, found.stderr_tail) == ("hello\nrank 1 is done", "")
+
+
 def test_a_failure_without_any(tmp_path: Path) -> None:
     found = failure(tmp_path / "error.json", exit_code=-11)
     assert (found.message, found.error_file, found.timestamp, found.status) == ("", "", 99, 139)
@@ -240,6 +252,27 @@ def test_the_disk_that_the_words_name_is_looked_at() -> None:
     assert "/proc/self " not in facts_for("OSError: [Errno 28] No space left on device", 1)["disks"]
     words = "OSError: [Errno 28] No space left on device: '/proc/self/step_900.pt'"
     assert "/proc/self 0% full" in ends.disks("", words)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "OSError: [Errno 28] No space left on device: '/proc/self/gone/deeper/a.pt'",
+        "OSError: [Errno 28] No space left on device: 'self/gone/a.pt'",
+        "OSError: [Errno 122] Disk quota exceeded: '/gone/a.pt' -> 'self/a.pt'",
+        "SnapshotWriteError: cannot write /proc/self/a/rank_0.safetensors: No space left on device; 0 MB are free there",
+    ],
+)
+def test_the_disk_of_the_file_that_the_error_names_comes_first(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder may be gone: a save that failed removes what it has written."""
+    monkeypatch.chdir("/proc")
+    assert ends.disks("", f"loading /dev/shm/x.bin\n{says}\n").startswith("/proc/self 0% full, ")
+
+
+def test_a_disk_that_the_error_names_is_listed_once_and_with_its_size(tmp_path: Path) -> None:
+    said = ends.disks("", f"[Errno 28] No space left on device: '{tmp_path}/gone/a.pt'")
+    assert re.match(rf"{tmp_path} \d+% full(?: \(\d+% of its inodes\))? of [\d.]+ [KMG]iB, ", said)
+    assert said.count(str(tmp_path)) == 1
 
 
 def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp_path: Path) -> None:

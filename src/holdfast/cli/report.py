@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import textwrap
 import time
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ from holdfast.protocol.errors import UsageError
 from holdfast.protocol.exit_codes import EXIT_CODES
 from holdfast.run_folder import default_log_dir
 from holdfast.runs.copies_report import CopiesData, ResumedData, copies_of
-from holdfast.runs.finding import newest_ended, run_folders, screen_of
+from holdfast.runs.finding import WITHOUT_VERDICT, agent_lives, ending, newest_ended, run_folders, screen_of
 from holdfast.runs.history_data import CourseData, HistoryData, as_json, history_as_json
 from holdfast.runs.journal_reader import first_outcome, read_journal
 from holdfast.text import duration, plural, spoken
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     folders = [folder for run in chosen.runs for folder in folders_of(run)] or [newest_run()]
     journals = [list(read_journal(folder, say)) for folder in folders]
     course, past = timeline(journals), history(journals)
+    course.end = course.end or unrecorded_end(course.nodes, folders)
     if chosen.html is not None:
         write_page(chosen.html, folders)
     if chosen.json:
@@ -108,6 +110,17 @@ def newest_run() -> Path:
     if folder := newest_ended(None):
         return folder
     raise UsageError(f"no run in {default_log_dir()}; name a run folder: holdfast report FOLDER")
+
+
+def unrecorded_end(nodes: Sequence[str], folders: Sequence[Path]) -> str:
+    """The end of a run of this host in whose journals there is none, as `holdfast status` has it; empty: it may run.
+
+    The folders of other hosts may lie here, too, on shared storage: nothing here shows whether their agents live.
+    """
+    here = socket.gethostname().partition(".")[0]
+    if set(nodes) != {here} or any(map(agent_lives, folders)):
+        return ""
+    return next((end.removeprefix(": ") for end in map(ending, folders) if end), WITHOUT_VERDICT)
 
 
 def write_page(place: str, folders: Sequence[Path]) -> None:

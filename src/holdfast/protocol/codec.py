@@ -147,7 +147,7 @@ NAME_CHARS_MAX = 255
 LINE_CHARS_MAX = 4096
 
 NAMES = frozenset({"member", "host", "role"})
-SEVERAL_LINES = frozenset({"text", "message", "traceback", "stderr_tail", "cause", "advice", "facts"})
+SEVERAL_LINES = frozenset({"text", "message", "traceback", "stderr_tail", "stdout_tail", "cause", "advice", "facts"})
 """Fields that may have several lines."""
 
 _ESCAPE = re.compile(
@@ -307,6 +307,7 @@ def _cut_failure(failure: Failure, chars_max: int) -> Failure:
         message=failure.message[:chars_max],
         traceback=failure.traceback[-chars_max:],
         stderr_tail=failure.stderr_tail[-chars_max:],
+        stdout_tail=failure.stdout_tail[-chars_max:],
     )
 
 

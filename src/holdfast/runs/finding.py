@@ -29,6 +29,7 @@ LISTED_MAX = 20
 """Number of running jobs that a message lists."""
 RUNS_LISTED_MAX = 8
 """Number of ended runs that a message lists."""
+WITHOUT_VERDICT = "without a verdict: its agent was killed, or its disk was full"
 
 
 def outcome_of(folder: Path) -> Outcome | None:
@@ -47,8 +48,7 @@ def ending(folder: Path) -> str:
 
 def ended_as(folder: Path) -> str:
     """`has ended: failed, exit code 3`. For a run of which no agent lives."""
-    unknown = " without a verdict: its agent was killed, or its disk was full"
-    return f"has ended{ending(folder) or unknown}"
+    return f"has ended{ending(folder) or f' {WITHOUT_VERDICT}'}"
 
 
 def end_of(folder: Path, outcome: Outcome) -> str:
@@ -148,6 +148,14 @@ def by_folder(folder: Path, entries: Sequence[RunningAgent]) -> list[RunningAgen
     if path.exists() and running.listens(str(path)):
         return [unlisted(folder)]
     raise NoRunError(f"the run in {folder} {ended_as(folder)}")
+
+
+def agent_lives(folder: Path) -> bool:
+    """Whether an agent that lives on this host writes this run folder."""
+    try:
+        return bool(by_folder(folder, running.entries()))
+    except NoRunError:
+        return False
 
 
 def check_folder(folder: Path) -> None:

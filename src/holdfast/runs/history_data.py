@@ -50,7 +50,8 @@ class CourseData(TypedDict):
     run_id: str
     nodes: list[str]
     end: str
-    """The end in one word, with the exit code; empty: it has not ended."""
+    """The end in one word, with the exit code, or that there is no verdict; empty: it has not ended, as far as is
+    known."""
     generations: list[GenerationData]
     preloaded: list[str]
     standbys: int

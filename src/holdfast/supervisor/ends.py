@@ -399,8 +399,12 @@ def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
     """The end of a worker that exited with 0, with its last output, in case its peers still need it."""
     stderr_file = str(streams.stderr_file or "")
     # Such a worker may be the one for which the others wait (test_whoever_closed_a_connection_may_end_with_0).
-    tail = read_tail(streams.stderr) or read_tail(streams.stdout)
-    return structs.replace(bare, stderr_tail=_last_lines(tail), stderr_file=_as_text(stderr_file))
+    return structs.replace(
+        bare,
+        stderr_tail=_last_lines(read_tail(streams.stderr)),
+        stdout_tail=_last_lines(read_tail(streams.stdout)),
+        stderr_file=_as_text(stderr_file),
+    )
 
 
 def _last_lines(tail: str) -> str:
@@ -417,6 +421,8 @@ FACT_CHARACTERS_MAX = 240
 INTERFACES_SHOWN_MAX = 8
 PATH = r"(?<![\w/:.])/[\w.~+=@-]+(?:/[\w.~+=@-]+)+"
 """An absolute path in the words of a failure."""
+ERROR_PATHS = r"\[Errno \d+\] [^'\n]*: '([^'\n]+)'(?: -> '([^'\n]+)')?"
+"""The files of an OSError, which may be relative."""
 PATHS_MAX = 16
 SLOW_MOUNTS = r"^(?:nfs|cifs|smb|fuse|9p|ceph|autofs|afs|glusterfs)"
 """File systems that may never answer. They are examined only if the words name a path on them."""
@@ -521,8 +527,14 @@ def shm() -> str:
 
 
 def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -> str:
-    """The disks that the failure may concern, the fullest first: of the paths that the words name, of our own folders,
-    and any full disk."""
+    """The disks that the failure may concern: first of the files that the error names, then the fullest first: of other
+    paths that the words name, of our own folders, and any full disk."""
+    first: dict[int, str] = {}
+    for place in _unwritten(words):
+        with contextlib.suppress(OSError):
+            # What a failed save had written is removed by now: only the size shows that there was no room.
+            size = os.statvfs(place).f_blocks * os.statvfs(place).f_frsize
+            first.setdefault(os.stat(place).st_dev, _fullness(place)[1] + (f" of {_size(size)}" if size else ""))
     named = [os.path.dirname(path) for path in re.findall(PATH, words)[-PATHS_MAX:]]
     places = [os.getcwd(), log_folder or os.getcwd(), own_folders.temporary(os.environ), os.path.expanduser("~"), SHM]
     found: dict[int, tuple[float, str]] = {}
@@ -535,7 +547,25 @@ def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -
             used, text = _fullness(place)
             if used >= FULL:
                 found.setdefault(os.stat(place).st_dev, (used, text))
-    return ", ".join(text for _, text in sorted(found.values(), reverse=True))
+    others = sorted((each for device, each in found.items() if device not in first), reverse=True)
+    return ", ".join([*first.values(), *(text for _, text in others)])
+
+
+def _unwritten(words: str) -> list[str]:
+    """The folders of the files that the lines about a full disk name. If a folder is gone, the nearest one above it
+    counts."""
+    places: dict[str, None] = {}
+    for line in words.splitlines():
+        if not any(sign in line.lower() for sign in _WORDS["disks"]):
+            continue
+        files = [file for pair in re.findall(ERROR_PATHS, line) for file in pair if file] or re.findall(PATH, line)
+        for file in files:
+            folder = os.path.dirname(os.path.abspath(file))
+            while not os.path.isdir(folder):
+                folder = os.path.dirname(folder)
+            if folder != "/":  # a path of another node leads there, too
+                places.setdefault(folder)
+    return list(places)[:PATHS_MAX]
 
 
 def _fullness(place: str) -> tuple[float, str]:
@@ -610,4 +640,6 @@ def _is_library(name: str, own_folder: str) -> bool:
 
 
 def _size(number: float) -> str:
+    if number < MIB:
+        return f"{number / 1024:.0f} KiB"
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"

@@ -293,7 +293,7 @@ class JobPage {
 
   verdictParts(verdict) {
     const culprit = verdict.culprit ?? verdict.noticed_by, others = verdict.collateral ?? [];
-    const words = (culprit?.traceback || culprit?.stderr_tail || "").trimEnd();
+    const words = (culprit?.traceback || culprit?.stderr_tail || culprit?.stdout_tail || "").trimEnd();
     const log = culprit && this.story.logs[verdict.generation]?.includes(culprit.rank);
     return [
       h("h2", {}, `${verdict.code}: ${verdict.cause}`),

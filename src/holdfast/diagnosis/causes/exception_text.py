@@ -7,6 +7,7 @@ Tolerates incomplete texts; judges nothing.
 from __future__ import annotations
 
 import re
+import signal
 from collections import deque
 from functools import cached_property
 from typing import NamedTuple
@@ -37,6 +38,12 @@ ASIDE = re.compile(
 )
 """Lines of stderr that are not a cause: glog lines below an error, Python's warnings, other lines of logs, what a
 shell or the end of the interpreter adds."""
+NO_REASON = re.compile(r"^holdfast: (?!HF\d)|^frame #\d+: |^Exception raised from ")
+"""Lines that holdfast's library writes while training goes on, and those of torch's C++ traces, which also follow a
+mere warning. After a traceback a line of holdfast shows that the program went on, so ASIDE does not have them. With a
+code of an error it is the reason of an end (HF253)."""
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: (?:holdfast: .*\n(?:\S.*\n){0,2}|.*\n)  \S.*\n?", re.MULTILINE)
+"""A warning of Python's with the source line below it. One of holdfast may have several lines."""
 PROGRESS = re.compile(r"\d%\s*\||\d%\||\bit/s\b|\bs/it\b")
 """A line of a progress bar."""
 CONTINUES = re.compile(
@@ -58,6 +65,8 @@ SAID_LINES_MAX = 8
 RANK_PREFIX = re.compile(r"^(?:\[[^\]\n]{0,40}rank ?\d+[^\]\n]{0,40}\]:? ?|\[?default\d+\]?: ?)", re.MULTILINE)
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\.<locals>\.[\w.]+)*)(?::[ \n]|:?$)")
 FRAME = re.compile(r'^[ \t]+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
+CAUGHT_FRAME = re.compile(r'^[ \t]+File "[^"\n]+", line \d+, in .*\n?', re.MULTILINE)
+"""A frame of a traceback. Those of a crash dump have no comma behind the number."""
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
 FRAMES_MAX = 12
 NATIVE_END = re.compile(r"terminate called after throwing an instance of '([^']*)'\s*(?:what\(\):\s*(.*))?", re.DOTALL)
@@ -69,6 +78,9 @@ IN_WORKER = re.compile(
 NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
 PLACED = re.compile(r'^[ \t]+File "([^"\n]+)", line (\d+)(?:,? in .+)?(?:\n(?![ \t]+File )[ \t]+(\S.*))?', re.MULTILINE)
 OURS = re.compile(r"/holdfast/\w+/|/runpy\.py")
+INTERRUPTED = re.compile(r"^KeyboardInterrupt\b", re.MULTILINE)
+INTERRUPTS = re.compile(r"(?:^|[:;] *)raise\b.*\bKeyboardInterrupt\b")
+"""A line that raises KeyboardInterrupt. Of a SIGINT, the innermost line is the one that was interrupted."""
 SOURCE_CHARACTERS_MAX = 80
 RAISE = re.compile(r"(?:^|[:;] *)raise\b")
 
@@ -183,7 +195,7 @@ class ExceptionText:
         aborted, such as a failed assertion; empty: nothing."""
         fatal = _last(FATAL, self.stderr)
         lines = (self.stderr[: fatal.start()] if fatal else self.stderr).splitlines()
-        line = next((each.strip() for each in reversed(lines) if each.strip() and not ASIDE.search(each)), "")
+        line = next((each.strip() for each in reversed(lines) if each.strip() and _may_explain(each)), "")
         return "" if PROGRESS.search(line) else line
 
     @cached_property
@@ -191,7 +203,9 @@ class ExceptionText:
         """The lines of stderr that may explain an end without an exception: no tracebacks, stacks, warnings and
         logs."""
         lines = [line for line in _without_traces(self.stderr).splitlines() if not ASIDE.search(line)]
-        return "\n".join(lines[-SAID_LINES_MAX:] if is_own_code(self._failure.exit_code) else lines)
+        if is_own_code(self._failure.exit_code):
+            lines = lines[-SAID_LINES_MAX:]
+        return "\n".join(line for line in lines if not NO_REASON.search(line))
 
     @cached_property
     def last_line(self) -> str:
@@ -203,7 +217,7 @@ class ExceptionText:
         bar = ""
         for text in (_without_traces(self.stderr), self._failure.stdout_tail):
             for line in (each.rstrip().rpartition("\r")[2].strip() for each in reversed(text.splitlines())):
-                if not line or ASIDE.search(line):
+                if not line or not _may_explain(line):
                     continue
                 if not PROGRESS.search(line):
                     return line
@@ -227,11 +241,28 @@ class ExceptionText:
         return _raised_by_user(self._first)
 
     @cached_property
+    def interrupt(self) -> str:
+        """The traceback of the KeyboardInterrupt that ended the program; empty: none did. Python then kills itself by
+        SIGINT, as if that had come from outside."""
+        if self._failure.exit_code not in (-signal.SIGINT, 128 + signal.SIGINT):
+            return ""
+        block = CHAINED.split(_last_traceback(self.stderr))[-1]
+        frame = _last(FRAME, block)
+        return block if frame is not None and INTERRUPTED.search(block, frame.end()) else ""
+
+    @property
+    def interrupting_line(self) -> str:
+        """The innermost line of that traceback; empty: it is unknown."""
+        line = _innermost_line(self.interrupt)
+        return "" if INTERRUPTED.match(line) else line  # a file without source, such as `<string>`
+
+    @cached_property
     def place(self) -> str:
         """The line of the script in which the root was raised, or which crashed: "train.py:18 `assert x.shape[0] ==
         5`"."""
-        crash = self._failure.exit_code < 0 and not self._first
-        own = _in_script(self.stderr if crash else self._first)
+        first = self._first or self.interrupt
+        crash = self._failure.exit_code < 0 and not first
+        own = _in_script(CAUGHT_FRAME.sub("", self.stderr) if crash else first)
         if not own and self._inner:  # an exception of a group may never have been raised by itself
             own = _in_script(IN_GROUP.sub("", self._failure.traceback or self.stderr))
         if not own:
@@ -293,8 +324,14 @@ def final_traceback(stderr: str, exit_code: int) -> str:
     return block if all(map(CONTINUES.match, later[:1])) else ""
 
 
+def _may_explain(line: str) -> bool:
+    """Whether this line of stderr or stdout may be the reason of an end without an exception."""
+    return not (ASIDE.search(line) or NO_REASON.search(line))
+
+
 def _without_traces(stderr: str) -> str:
-    return HANDLED.sub("", DUMP.sub("", stderr))
+    """Without tracebacks, stacks and warnings: their source lines look like words of the program."""
+    return WARNING.sub("", HANDLED.sub("", DUMP.sub("", stderr)))
 
 
 def class_of(text: str) -> str:

@@ -17,6 +17,7 @@ from msgspec import Struct, structs
 
 from holdfast.diagnosis.causes.blame import CONTROL_FLOW, Blame, complaint, is_complaint, of_peers, types_of
 from holdfast.diagnosis.causes.exception_text import (
+    INTERRUPTS,
     ChainedException,
     ExceptionText,
     class_of,
@@ -166,6 +167,12 @@ def cause_of(failure: Failure) -> Cause:
             structs.replace(failure, message="", error_type="", traceback=died, stderr_tail="", exit_code=1)
         )
         return replace(cause, line=f"lost its thread {name!r}, which {cause.line}")
+
+    if parsed.interrupt and INTERRUPTS.search(parsed.interrupting_line):
+        advice = "nobody sent a signal, unless that line is in the handler of one"
+        return Cause("HF201", "raised KeyboardInterrupt", advice)
+    if parsed.interrupt and not parsed.interrupting_line:
+        return Cause("HF235", "was ended by a SIGINT, or by a KeyboardInterrupt that the program raised", "")
 
     kind = complaint(failure, parsed)
     for text, type_ in _texts(parsed):

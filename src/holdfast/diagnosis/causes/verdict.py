@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from holdfast.diagnosis.causes.blame import Blame, agreed, blame, first_own, ranked, speaks_of_peers
-from holdfast.diagnosis.causes.exception_text import ExceptionText, is_of_script
+from holdfast.diagnosis.causes.exception_text import NO_REASON, ExceptionText, is_of_script
 from holdfast.diagnosis.causes.find import SAID_CHARACTERS_MAX, Cause, advice, cause_of
 from holdfast.diagnosis.causes.sizes import is_noticed, other_sizes
 from holdfast.diagnosis.collectives import ComparedCollectives, compared, newest
@@ -451,11 +451,17 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
     culprit = evidence.left[0]
     step = f" after {plural(culprit.step, 'step')}" if culprit.step else ""
     more = f", as did {gone} in all" if len(evidence.done) > 1 else ""
-    said = [line.strip() for line in culprit.stderr_tail.splitlines() if line.strip()]
-    last = f"; its last line was: {said[-1][:SAID_CHARACTERS_MAX]}" if said else ""
+    said = _last_words(culprit.stderr_tail) or _last_words(culprit.stdout_tail)
+    last = f"; its last line was: {said[:SAID_CHARACTERS_MAX]}" if said else ""
     needed = f"rank {victim.rank} still needed it{_where(victim)}{last}"
     line = f"{_who(culprit)} ended with exit code 0{step}{more}, while {needed}"
     return evidence.verdict("HF229", line, culprit, advice()["HF229"])
+
+
+def _last_words(text: str) -> str:
+    """The last line that is the program's own."""
+    lines = [line.strip() for line in text.splitlines()]
+    return next((line for line in reversed(lines) if line and not NO_REASON.search(line)), "")
 
 
 def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failure]]) -> Verdict:
