@@ -78,6 +78,7 @@ def test_the_whole_words_of_the_rank_that_says_why_all_leave_are_read() -> None:
     words = "holdfast: HF253: no progress: 3 restarts did not come past step 65\nthe last failure: ValueError: bug\n"
     for verdict in verdicts(left(0, stderr=words, code=93), left(1, code=93)):
         assert (verdict.code, named(verdict)) == ("HF253", 0)
+        assert "ended the job: no progress: 3 restarts did not" in verdict.cause
 
 
 @pytest.mark.parametrize(

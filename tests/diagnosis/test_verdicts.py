@@ -252,6 +252,13 @@ def test_victims_that_said_the_same_are_one_line_of_the_screen() -> None:
     assert rows[0].endswith("; in their logs")
 
 
+def test_what_a_victim_said_is_cut_between_words() -> None:
+    (row,) = (line for line in screen_of(fails(3, MISSING), cut(0)) if line.startswith("  because"))
+    assert "Connection closed by peer [10.0.0.2]:40364. " in row
+    assert row.endswith("…; in its log")
+    assert f" {row.removesuffix('…; in its log').rpartition(' ')[2]} " in GLOO_CLOSED
+
+
 def test_the_screen_names_the_run_by_what_can_be_said_and_no_long_path() -> None:
     culprit = structs.replace(
         fails(3, MISSING),
@@ -357,6 +364,16 @@ def test_the_rank_that_left_is_the_culprit_and_its_victims_are_the_evidence() ->
     assert "rank 5 (local 1, pid 1005) on b, exit code 0" in screen
 
 
+def test_steps_are_told_once_if_they_are_the_same() -> None:
+    left = structs.replace(fails(5, code=0), step=20)
+    victim = structs.replace(cut(0), step=20)
+    cause = judge(evidence(victim, cut(2), done=(5,), left=(left,))).cause
+    assert cause.count("after 20 steps") == 1
+    later = judge(evidence(structs.replace(victim, step=21), cut(2), done=(5,), left=(left,))).cause
+    assert "exit code 0 after 20 steps" in later
+    assert "after 21 steps" in later
+
+
 def test_the_last_line_of_a_rank_that_left_may_be_on_its_stdout() -> None:
     left = structs.replace(fails(5, code=0), stderr_tail="", stdout_tail="hello\nrank 5 is done")
     verdict = judge(evidence(cut(0), cut(2), done=(5,), left=(left,)))
@@ -411,6 +428,14 @@ def test_a_standstill_without_anybody_waiting_has_a_code_of_its_own() -> None:
     verdict = judge(evidence(hang=still))
     assert verdict.code == "HF246"
     assert verdict.advice
+
+
+def test_a_hang_that_a_time_out_has_ended_does_not_say_how_its_process_goes_on() -> None:
+    stopped = structs.replace(
+        HANG, code="HF242", text="rank 3 on b is stopped by a signal (kill -CONT 77 lets it go on)"
+    )
+    verdict = judge(evidence(watchdog(0), hang=stopped, hung=fails(3, code=-9)))
+    assert (verdict.code, verdict.cause) == ("HF242", "rank 3 on b is stopped by a signal")
 
 
 def test_a_hang_tells_of_a_thread_that_died_before() -> None:

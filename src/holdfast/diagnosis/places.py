@@ -38,6 +38,7 @@ from msgspec import Struct, structs
 
 from holdfast.diagnosis.collectives import advance
 from holdfast.protocol.rank_progress import (
+    RESUMES,
     Frame,
     KernelWait,
     Polling,
@@ -560,7 +561,7 @@ def _shared(samples: Sequence[RankSample]) -> RankSample | None:
 
 
 _STATE_TEXTS = {
-    RankActivity.STOPPED: "stopped by a signal (kill -CONT {pid} lets it go on)",
+    RankActivity.STOPPED: f"stopped by a signal{RESUMES}",
     RankActivity.HELD: "held by a debugger (process {pid})",
     RankActivity.GONE: "gone (process {pid})",
 }

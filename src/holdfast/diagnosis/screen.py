@@ -44,6 +44,7 @@ TERMINAL_LINES = 24
 LINE_CHARACTERS_MAX = 320
 TRACEBACK_LINE_CHARACTERS_MAX = 1000
 VICTIMS_SHOWN_MAX = 3
+VICTIM_CHARACTERS_MAX = 160
 HUNG_LINES = 6
 """Number of lines for the end of stderr of a rank that hung, with its heading."""
 FATAL = re.compile(r"^Fatal Python error: ", re.MULTILINE)
@@ -136,7 +137,7 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
     groups = _by_message(victims)
     for message, ranks in list(groups.items())[:VICTIMS_SHOWN_MAX]:
         where = "its log" if len(ranks) == 1 else "their logs"
-        row("because of it", f"{ranks_text(ranks)}: {message[:120]}; in {where}")
+        row("because of it", f"{ranks_text(ranks)}: {_whole_words(message)}; in {where}")
     if len(groups) > VICTIMS_SHOWN_MAX:
         more = sum(map(len, list(groups.values())[VICTIMS_SHOWN_MAX:]))
         row("because of it", f"and {more} more, see verdict.json")
@@ -226,6 +227,14 @@ def _line(text: str) -> str:
 
 def _cut(line: str, characters_max: int = LINE_CHARACTERS_MAX) -> str:
     return line if len(line) <= characters_max else line[: characters_max - 1] + "…"
+
+
+def _whole_words(text: str) -> str:
+    """The text up to the last word that fits: half an address looks like a whole one."""
+    if len(text) <= VICTIM_CHARACTERS_MAX:
+        return text
+    shown = text[:VICTIM_CHARACTERS_MAX]
+    return f"{shown.rpartition(' ')[0] or shown}…"
 
 
 def _who(failure: Failure) -> str:

@@ -387,6 +387,19 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 Examine = Callable[[Sequence[RankStory]], Finding]
 
+RESUMES = " (kill -CONT {pid} lets it go on)"
+"""Part of a finding's text about a rank that a signal has stopped."""
+_RESUMES = re.compile(re.escape(RESUMES).replace(re.escape("{pid}"), r"\w+"))
+
+
+def when_over(text: str) -> str:
+    """The text of a finding without what to do while the hang lasts: a generation that ends takes its processes along.
+
+    >>> when_over("rank 1 on a is stopped by a signal (kill -CONT 77 lets it go on) for 71 s")
+    'rank 1 on a is stopped by a signal for 71 s'
+    """
+    return _RESUMES.sub("", text)
+
 
 DUMP_BYTES_MAX = 1_000_000
 """Limit of one worker's dump; 100 threads of 100 frames need less."""

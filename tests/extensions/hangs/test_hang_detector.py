@@ -61,6 +61,18 @@ def test_a_hang_before_the_third_step_is_reported_and_ended_by_the_time_out(numb
     assert isinstance(hall.wait(400.0)[-1], EndHung)
 
 
+def test_a_hang_that_is_ended_says_no_more_how_its_process_goes_on() -> None:
+    hall = Hall(report_s=15.0)
+    stopped = "rank 1 on a is stopped by a signal"
+    hall.finding = structs.replace(hall.finding, text=f"{stopped} (kill -CONT 77 lets it go on) for 9 s")
+    hall.progress(Stage.READY, 0)
+    assert "kill -CONT 77" in hall.report(20.0).text
+    end = hall.wait(400.0)[-1]
+    assert isinstance(end, EndHung)
+    assert end.text.endswith(f"{stopped} for 9 s")
+    assert end.finding.text == f"{stopped} for 9 s"
+
+
 def test_one_of_the_first_steps_puts_the_looks_off() -> None:
     hall = Hall()
     for number in (0, 1, 2):

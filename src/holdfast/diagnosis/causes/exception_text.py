@@ -330,7 +330,7 @@ def _may_explain(line: str) -> bool:
 
 
 def _without_traces(stderr: str) -> str:
-    """Without tracebacks, stacks and warnings: their source lines look like words of the program."""
+    """The text without tracebacks, stacks and warnings: their source lines look like words of the program."""
     return WARNING.sub("", HANDLED.sub("", DUMP.sub("", stderr)))
 
 

@@ -132,6 +132,8 @@ ROOM = re.compile(r"has ([\d.]+) (GiB|MiB) free of ([\d.]+) (GiB|MiB)")
 COUNTED = re.compile(r"\b\d+ (?:\w+ )?errors? (?:for|in|while|found|detected)\b")
 """First line of a list of errors: the next lines name a field and its error."""
 UNITS = {"MiB": 2**20, "GiB": 2**30}
+WITH_CODE = re.compile(r"^holdfast: HF\d+: ")
+"""What a verdict of the same code does not repeat."""
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
@@ -271,7 +273,7 @@ def _matched_line(rule: Rule, parsed: ExceptionText) -> str:
     """The line of stderr that the rule matched; for a usage text, the error after it."""
     fitting = [line for line in parsed.filtered_stderr.splitlines() if rule.says and _search(rule.says, line)]
     line = next((line for line in fitting if not line.lower().startswith("usage: ")), fitting[0] if fitting else "")
-    return _cut(line.strip(), SAID_CHARACTERS_MAX)
+    return _cut(WITH_CODE.sub("", line.strip()), SAID_CHARACTERS_MAX)
 
 
 def _cause_without_rule(failure: Failure, parsed: ExceptionText) -> Cause:

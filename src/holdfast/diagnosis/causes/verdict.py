@@ -21,7 +21,7 @@ from holdfast.diagnosis.causes.sizes import is_noticed, other_sizes
 from holdfast.diagnosis.collectives import ComparedCollectives, compared, newest
 from holdfast.diagnosis.places import RankActivity, Where, where_is
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
-from holdfast.protocol.rank_progress import Finding, RankStory
+from holdfast.protocol.rank_progress import Finding, RankStory, when_over
 from holdfast.text import listed, plural, visible
 
 COMPARED_MAX = 64
@@ -453,7 +453,9 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
     more = f", as did {gone} in all" if len(evidence.done) > 1 else ""
     said = _last_words(culprit.stderr_tail) or _last_words(culprit.stdout_tail)
     last = f"; its last line was: {said[:SAID_CHARACTERS_MAX]}" if said else ""
-    needed = f"rank {victim.rank} still needed it{_where(victim)}{last}"
+    # Both numbers are told only if they differ.
+    where = _where(structs.replace(victim, step=0) if victim.step == culprit.step else victim)
+    needed = f"rank {victim.rank} still needed it{where}{last}"
     line = f"{_who(culprit)} ended with exit code 0{step}{more}, while {needed}"
     return evidence.verdict("HF229", line, culprit, advice()["HF229"])
 
@@ -480,7 +482,7 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
         culprit, evidence = _with_its_end(evidence, culprit)
     # A job of which no rank waits for another has no code of its own: `threading._shutdown` on all ranks.
     code = hang.code or "HF246"
-    line = " ".join(hang.text.split())
+    line = when_over(" ".join(hang.text.split()))
 
     # A thread that died is often why the rank hangs, but its end alone is no proof: it is only mentioned.
     threads = [(each, ExceptionText(each).thread) for _, each in order]

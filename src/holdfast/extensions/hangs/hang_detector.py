@@ -35,7 +35,7 @@ from math import inf
 from msgspec import Struct, structs
 
 from holdfast.protocol.policy import Limits
-from holdfast.protocol.rank_progress import Examine, Finding, HangKind, RankSample, RankStory, Stage
+from holdfast.protocol.rank_progress import Examine, Finding, HangKind, RankSample, RankStory, Stage, when_over
 from holdfast.protocol.throughput import GROUPING, RankThroughput, Throughput
 from holdfast.text import listed
 
@@ -236,6 +236,7 @@ class HangDetector:
             orders.append(self._report(finding, stories, now - suspicion.since_s, due_s - now, endable=endable))
         if timeout_s and now >= due_s and endable:
             first = next((story for story in stories if story.rank in finding.culprits), None)
+            finding = structs.replace(finding, text=when_over(finding.text))
             limit = f"--hang-timeout {timeout_s:g}" + (f", {LATE} times" if finding.lively else "")
             text = f"nothing has moved for {same_s:.0f} s ({limit}): {_first_line(finding.text)}"
             suspicion.next_look_s = inf
