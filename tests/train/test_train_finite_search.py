@@ -13,7 +13,7 @@ import torch
 from holdfast.train.snapshots import not_finite
 from holdfast.train.snapshots.disk import CHUNK_BYTES
 from holdfast.train.snapshots.layout import PIECES, Image, TensorEntry
-from holdfast.train.snapshots.not_finite import FORMATS, NotFiniteSearch, Part, add_part, has_not_finite
+from holdfast.train.snapshots.not_finite import FORMATS, NotFiniteSearch, Part, add_part, has_not_finite, merged
 
 KNOWN = {name: form for name, form in FORMATS.items() if hasattr(torch, name)}
 """torch 2.6 has no float8_e8m0fnu."""
@@ -141,6 +141,18 @@ def test_neighbours_are_one_part() -> None:
     file.put("w42", 12, NAN_SINGLE)
     file.put("w70", 0, NAN_SINGLE)
     assert file.first(256) == "w42"
+
+
+def test_parts_in_the_order_of_the_file_are_few_and_find_the_same() -> None:
+    """Adam has a step of one number beside each moment, and these stand at the end of the file."""
+    sizes = {f"{name}{number}": size for number in range(100) for name, size in (("step", 1), ("moment", 64))}
+    file = File({name: ("float32", "F32", size) for name, size in sizes.items()})
+    assert len(file.parts) == 200
+    file.parts = merged(file.parts)
+    assert len(file.parts) == 1
+    assert file.first() == ""
+    file.put("step99", 0, NAN_SINGLE)
+    assert file.first() == "step99"
 
 
 def test_a_number_may_lie_in_two_chunks_and_an_entry_is_a_piece() -> None:

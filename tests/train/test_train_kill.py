@@ -82,6 +82,11 @@ def test_a_state_in_memory_that_is_not_finite_is_passed_over_for_one_on_the_disk
     first, (second, said) = lives(warm, 2, "poisoned", tmp_path)
     assert (second["source"], second["bias"]) == ("disk", first[0]["bias"])
     assert any("in memory: model.bias has values that are not finite" in each for each in said["skipped"])
+    # What the saver wrote after the crash is marked, so that no export, and no new run, takes it.
+    assert [(each.step, each.manifest.finite) for each in folder.survey(tmp_path / "snaps").committed] == [
+        (0, True),
+        (3, False),
+    ]
 
 
 def test_a_state_in_memory_that_was_not_saved_yet_comes_back(warm: Warm, tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
+import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import NoSnapshotError, SnapshotDamagedError, StateMismatchError, TrackingError
+from holdfast.train import export
+from holdfast.train.snapshots.layout import FINITE, MANIFEST, Manifest
 from tests.train.conftest import damage
 
 pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.usefixtures("own_staging")]
@@ -81,6 +86,54 @@ def test_one_snapshot_of_a_folder_can_be_named(tmp_path: Path) -> None:
     other = net(2)
     assert ht.load_weights(other, tmp_path / "step_000000001.0001") == 1
     assert same(other, first)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite after step")
+@pytest.mark.parametrize("known", [True, False])
+def test_weights_that_are_not_finite_are_passed_over_unless_they_are_named(tmp_path: Path, known: bool) -> None:
+    """`known`: whether the manifests say which are finite. The mask of each snapshot is infinite on purpose."""
+    model, folder = net(1), tmp_path / "runs"
+    model.register_buffer("mask", torch.tensor([-math.inf]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ht.Snapshots(folder, every=None, memory_every=None, keep=None) as snaps:
+        snaps.track(model=model, optimizer=optimizer)
+        snaps.step()
+        snaps.save(wait=True)
+        good = copy.deepcopy(model)
+        nn.init.constant_(model[0].weight, math.nan)
+        snaps.step()
+        snaps.save(wait=True)
+    for path in () if known else folder.glob("step_*"):
+        forget_finite(path)
+    text = ("it" if known else "model.0.weight") + " has values that are not finite"
+    poisoned, out = "step_000000002.0001", tmp_path / "out"
+
+    other = net(2)
+    other.register_buffer("mask", torch.zeros(1))
+    with pytest.warns(RuntimeWarning, match=f"passed over: {poisoned}: {text}") as told:
+        assert ht.load_weights(other, folder) == 1
+    assert len(told) == 1
+    assert same(other, good)
+    with pytest.warns(RuntimeWarning, match=f"passed over: {poisoned}: {text}"):
+        assert export.main([str(folder), "--to", str(out)]) == 0
+    assert torch.load(out, weights_only=True)["step"] == 1
+    with pytest.warns(RuntimeWarning, match=f"passed over: {poisoned}: {text}"):
+        assert ht.SnapshotReader(folder).snapshot.step == 1
+
+    with pytest.warns(RuntimeWarning, match=f"used nevertheless: {poisoned}: {text}"):
+        assert ht.load_weights(other, folder / poisoned) == 2
+    with pytest.warns(RuntimeWarning, match=f"used nevertheless: {poisoned}: {text}"):
+        assert export.main([str(folder), "--step", "2", "--to", f"{out}.2"]) == 0
+    shutil.rmtree(folder / "step_000000001.0001")
+    with pytest.warns(RuntimeWarning, match=f"used nevertheless: {poisoned}: {text}"):
+        assert ht.load_weights(other, folder) == 2
+
+
+def forget_finite(path: Path) -> None:
+    """Let the manifest say nothing of finite values."""
+    manifest = Manifest.load((path / MANIFEST).read_text())
+    metadata = {name: value for name, value in manifest.metadata.items() if name != FINITE}
+    (path / MANIFEST).write_text(replace(manifest, metadata=metadata).dump())
 
 
 def test_of_several_models_the_one_that_fits_is_taken(tmp_path: Path) -> None:

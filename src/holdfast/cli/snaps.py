@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from holdfast import memory_folder
 from holdfast.cli.printing import Parser, print_json, print_table
@@ -24,14 +24,21 @@ from holdfast.train.snapshots import changes, disk, folder, lease, lives
 from holdfast.train.snapshots.changes import Keep, Pruned
 from holdfast.train.snapshots.copy_service import all_slots
 from holdfast.train.snapshots.folder import Snapshot, Survey
-from holdfast.train.snapshots.layout import MANIFEST
+from holdfast.train.snapshots.layout import MANIFEST, parse_name
 from holdfast.train.snapshots.remote import Location, RemotePath, location_of
 
 EXIT_DAMAGED = 1
 FORMATS = ("torch", "dcp", "safetensors")
+NOT_FINITE = "has values that are not finite"
 
-Result = tuple[Location, SnapshotError | None]
-"""A snapshot, and its error; None: it is valid."""
+
+class Result(NamedTuple):
+    """What reading a snapshot back has shown."""
+
+    path: Location
+    error: SnapshotError | None = None
+    """None: it is valid."""
+    finite: bool | None = None
 
 
 class SnapshotData(TypedDict):
@@ -95,6 +102,8 @@ class VerifiedData(TypedDict):
     name: str
     valid: bool
     error: str | None
+    finite: bool | None
+    """Whether all values are finite, as its writer has noted; null: unknown."""
 
 
 class VerifiedFolder(TypedDict):
@@ -174,7 +183,7 @@ def parser() -> Parser:
     marks = command("unmark", remove_marks, "use suspect snapshots again: remove their marks")
     marks.add_argument("--step", type=int, help="only this step")
     export = command("export", export_snapshot, "write a snapshot in another format; needs torch")
-    export.add_argument("--step", type=int, help="the step; by default the newest")
+    export.add_argument("--step", type=int, help="the step; by default the newest whose values are finite")
     export.add_argument("--to", required=True, metavar="PATH", help="file or folder to create")
     export.add_argument("--format", required=True, choices=FORMATS, help=", ".join(FORMATS))
     return top
@@ -234,7 +243,7 @@ def memory_row(state: dict[str, Any]) -> tuple[str, ...]:
 def verify(chosen: argparse.Namespace) -> int:
     """Run `verify`: read all snapshots, or those of one step, back."""
     found = folder.survey(chosen.folder)
-    results: list[Result] = [(each.path, each.error) for each in found.problems if chosen.step in (None, each.key.step)]
+    results = [Result(each.path, each.error) for each in found.problems if chosen.step in (None, each.key.step)]
     for snapshot in (*found.committed, *found.suspects):
         if chosen.step in (None, snapshot.step):
             results += read_back(snapshot)
@@ -245,13 +254,15 @@ def verify(chosen: argparse.Namespace) -> int:
         set_aside(chosen.folder, results)
     if chosen.json:
         verified = [
-            VerifiedData(name=path.name, valid=error is None, error=error_text(error)) for path, error in results
+            VerifiedData(name=each.path.name, valid=not each.error, error=error_text(each.error), finite=each.finite)
+            for each in results
         ]
         print_json(VerifiedFolder(verified=verified))
     else:
-        for path, error in results:
-            print(f"{path.name}  {error_text(error) or 'valid'}")
-    return EXIT_DAMAGED if any(error for _, error in results) else 0
+        for each in results:
+            valid = "valid" if each.finite is not False else f"valid ({NOT_FINITE})"
+            print(f"{each.path.name}  {error_text(each.error) or valid}")
+    return EXIT_DAMAGED if any(each.error for each in results) else 0
 
 
 def read_back(snapshot: Snapshot) -> list[Result]:
@@ -261,8 +272,8 @@ def read_back(snapshot: Snapshot) -> list[Result]:
     except SnapshotGoneError:
         return []
     except SnapshotError as error:
-        return [(snapshot.path, error)]
-    return [(snapshot.path, None)]
+        return [Result(snapshot.path, error, snapshot.manifest.finite)]
+    return [Result(snapshot.path, finite=snapshot.manifest.finite)]
 
 
 def prune_folder(chosen: argparse.Namespace) -> int:
@@ -295,19 +306,17 @@ def remove_marks(chosen: argparse.Namespace) -> int:
 
 def export_snapshot(chosen: argparse.Namespace) -> int:
     """Run `export`: start a process that imports torch. Returns its exit status."""
-    if chosen.step is None:
-        newest = folder.choose(folder.survey(chosen.folder))
-        if newest is None:
-            raise SnapshotError(f"{chosen.folder}: no snapshot")
-        step = newest.step
-    else:
-        step = chosen.step
-    command = [sys.executable, "-m", "holdfast.train.export", chosen.folder]
-    command += ["--step", str(step), "--to", chosen.to, "--format", chosen.format]
-    # With --json only our JSON goes to stdout.
-    done = subprocess.run(command, check=False, stdout=sys.stderr if chosen.json else None)
+    if chosen.step is None and folder.choose(folder.survey(chosen.folder)) is None:
+        raise SnapshotError(f"{chosen.folder}: no snapshot")
+    command = [sys.executable, "-m", "holdfast.train.export", chosen.folder, "--to", chosen.to]
+    command += ["--format", chosen.format, *(() if chosen.step is None else ("--step", str(chosen.step)))]
+    # With --json only our JSON goes to stdout. The process says which snapshot it has chosen: it can look into them.
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE if chosen.json else None, text=True)
     if chosen.json and done.returncode == 0:
-        print_json(ExportedData(step=step, to=chosen.to, format=chosen.format))
+        sys.stderr.write(done.stdout)
+        named = parse_name(done.stdout.splitlines()[-1].partition(" ")[0])
+        assert named is not None
+        print_json(ExportedData(step=named.key.step, to=chosen.to, format=chosen.format))
     return done.returncode if done.returncode >= 0 else 128 - done.returncode
 
 
@@ -374,11 +383,11 @@ def report(chosen: argparse.Namespace, done: Pruned, others: list[Location]) -> 
 
 def set_aside(path: str, results: Sequence[Result]) -> None:
     """Quarantine damaged snapshots, but not those that only could not be read."""
-    damaged = [(each, error) for each, error in results if isinstance(error, SnapshotDamagedError)]
+    damaged = [each for each in results if isinstance(each.error, SnapshotDamagedError)]
     if damaged:
         with lease.acquire(path, ""):
-            for each, error in damaged:
-                folder.quarantine(each, str(error))
+            for each in damaged:
+                folder.quarantine(each.path, str(each.error))
 
 
 def error_text(error: SnapshotError | None) -> str | None:
@@ -393,7 +402,7 @@ def row(snapshot: Snapshot) -> tuple[str, ...]:
     metrics = " ".join(f"{name}={value:.6g}" for name, value in sorted(manifest.metrics.items()))
     size = size_text(manifest.size_bytes)
     if manifest.finite is False:
-        metrics = f"{metrics} (has values that are not finite)".lstrip()
+        metrics = f"{metrics} ({NOT_FINITE})".lstrip()
     return str(manifest.step), str(manifest.attempt), str(manifest.world), size, saved, metrics
 
 

@@ -30,6 +30,7 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
 )
 from holdfast.protocol.exit_codes import EXIT_FAILURE
+from holdfast.train.choosing import newest_finite
 from holdfast.train.reading import opened
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.folder import Snapshot
@@ -105,10 +106,10 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 
 
 def export(folder: Location, to: Path, kind: str, step: int | None = None) -> Snapshot:
-    """Export the newest snapshot, or that of this step. Returns it. The file appears complete or not at all. Raises
-    SnapshotError, FileExistsError, OSError."""
+    """Export the newest snapshot whose values are finite, or that of this step. Returns it. The file appears complete
+    or not at all. Raises SnapshotError, FileExistsError, OSError."""
     survey = folders.survey(folder)
-    committed = [*survey.committed, *(() if step is None else survey.suspects)]
+    committed = list((survey.committed or survey.suspects) if step is None else (*survey.committed, *survey.suspects))
     committed.sort(key=lambda each: each.key)
     found = [each for each in committed if step is None or each.step == step]
     if not found:
@@ -117,6 +118,7 @@ def export(folder: Location, to: Path, kind: str, step: int | None = None) -> Sn
         raise FileExistsError(17, "exists already", str(to))
     if not to.absolute().parent.is_dir():
         raise FileNotFoundError(2, f"there is no folder {to.parent}", str(to))
+    chosen = newest_finite(found)
     # A folder that only this user can write to: the libraries follow a link that another user may have put there.
     try:
         private = Path(tempfile.mkdtemp(dir=to.absolute().parent, prefix=f"{to.name}.", suffix=".part"))
@@ -125,9 +127,9 @@ def export(folder: Location, to: Path, kind: str, step: int | None = None) -> Sn
     beside = private / to.name
     try:
         try:
-            FORMATS[kind](found[-1], beside)
+            FORMATS[kind](chosen, beside)
         except SnapshotDamagedError as error:
-            older = [each.step for each in committed if each.step < found[-1].step]
+            older = [each.step for each in committed if each.step < chosen.step]
             hint = f"\nThe one before it: --step {older[-1]}" if older else ""
             raise SnapshotDamagedError(f"{error}{hint}") from error
         except HoldfastError:
@@ -141,14 +143,14 @@ def export(folder: Location, to: Path, kind: str, step: int | None = None) -> Sn
     finally:
         with contextlib.suppress(OSError):
             own_folders.remove(private)
-    return found[-1]
+    return chosen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.train.export", description="Export a snapshot.")
     parser.add_argument("folder", help="the snapshot folder, or its URL")
-    parser.add_argument("--step", type=int, help="of this step; the newest otherwise")
+    parser.add_argument("--step", type=int, help="of this step; otherwise the newest whose values are finite")
     parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="must not exist")
     parser.add_argument("--format", choices=sorted(FORMATS), default="torch")
     options = parser.parse_args(arguments)
@@ -165,4 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # One line each: this file's line says nothing to the user of a command.
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     sys.exit(main())

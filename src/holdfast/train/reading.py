@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from holdfast.train.copying import PrivateMapping, can_copy_pages, copy_all
 from holdfast.train.sharding import DTYPES, TEXT, TIED, Piece, local_pieces, local_tensor
 from holdfast.train.snapshots.folder import RankFile, Snapshot
 from holdfast.train.snapshots.layout import ALIGNMENT_BYTES, LENGTH_BYTES, PIECES, Image, head_bytes
+from holdfast.train.snapshots.not_finite import FORMATS, has_not_finite
 from holdfast.train.snapshots.slots import HEADER_BYTES
 
 
@@ -211,6 +212,23 @@ class Saved:
                 [tensor for tensor, _, _ in items],
                 [piece_view(data, part.image.spans[name], piece) for _, name, piece in items],
             )
+
+    def first_not_finite(self, keys: Collection[str]) -> str:
+        """The first of these tensors with a value that is not finite; empty: there is none. It looks at all pieces that
+        are available. Raises SnapshotDamagedError."""
+        for part in self._parts:
+            described = _described(part.image)
+            pieces = {each.name: Piece.of_entry(each, described.get(each.name)) for each in part.image.entries}
+            forms = {
+                name: form
+                for name, piece in pieces.items()
+                if piece.key in keys and (form := FORMATS.get(str(piece.dtype).removeprefix("torch."))) is not None
+            }
+            data = part.load(list(forms))
+            for name, form in forms.items():
+                if has_not_finite(data[part.image.spans[name]], form):
+                    return pieces[name].key
+        return ""
 
     def _by_part(self, items: Iterable[tuple[Any, Part, str, Piece]]) -> dict[int, list[tuple[Any, str, Piece]]]:
         numbers = {id(part): number for number, part in enumerate(self._parts)}

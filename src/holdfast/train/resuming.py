@@ -110,7 +110,7 @@ class Resumer:
     """The error of a state in memory that does not fit the tracked objects."""
     _must_be_finite: bool = False
     """Whether the disk has a state whose values are finite. The state that is being loaded was not checked for that: it
-    is in memory, or was written from there after a crash. If its values are not finite, it is passed over."""
+    is in memory, or was written from there without the check. If its values are not finite, it is passed over."""
     _damage_lasts: bool = False
     """Whether a rank has found damage in the newest snapshot that was tried, and not an outage."""
     _passed_over: set[Key] = field(default_factory=set)

@@ -43,7 +43,7 @@ from holdfast.train.snapshots import changes, disk
 from holdfast.train.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.train.snapshots.lease import FOLDER_ID
-from holdfast.train.snapshots.not_finite import FORMATS, Part, add_part
+from holdfast.train.snapshots.not_finite import FORMATS, Part, add_part, merged
 from holdfast.train.snapshots.read_back import READ_BACK
 from holdfast.train.snapshots.remote import Location, RemotePath
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
@@ -219,7 +219,12 @@ class Saving:
         self._staged = 0
         """The number of states that were staged since the layout was planned."""
         self._trained: list[Part] = []
-        """See `_trained_parts`; of the state that was examined last."""
+        """See `_trained_parts`; of the state that was staged last."""
+        self._trained_of: list[bool] | None = None
+        """The truth for each shared tensor whether it took part in training when `_trained` was made; None: it was not
+        made with this layout."""
+        self._merged: list[Part] = []
+        """The same parts, merged for a slot's header."""
         self._signature: tuple[Any, ...] = ()
         """The shape of the state for which the layout was planned."""
         self._views: dict[int, EntryViews] = {}
@@ -564,7 +569,7 @@ class Saving:
                 if not staged:
                     copy = self._stage(collected, metrics, wait=durable, overlaps=overlaps)
                 if copy is Staged.STAGED and (durable or staged):
-                    replicated, self._trained = self._digests(collected), self._trained_parts(collected)
+                    replicated = self._digests(collected)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             failure, copy, text = error, Staged.FAILED, f"{type(error).__name__}: {error}"
         self.gather_errors()
@@ -683,7 +688,9 @@ class Saving:
             return False
         note = {"save": ALONE_SAVE, FOLDER_ID: self._taken.folder_id}
         about = (str(self._taken.path), step, self._taken.rescue)
-        self.tier.commit(SaveRequest(*about, self._peers.rank, self._peers.world, note, {"metrics": {}}))
+        parts = merged(_trained_parts(layout, collected))
+        stops = self._rules.stops_not_finite
+        self.tier.commit(SaveRequest(*about, self._peers.rank, self._peers.world, note, {"metrics": {}}, parts, stops))
         return True
 
     def _remove_added_slot(self) -> None:
@@ -714,19 +721,15 @@ class Saving:
             for group in self._layout.replicas
         ]
 
-    def _trained_parts(self, collected: Collected) -> list[Part]:
-        """The parts of this rank's file with numbers that training changes: its writer looks whether they are finite,
-        so that training does not read them."""
+    def _searched(self, request: SaveRequest, collected: Collected) -> SaveRequest:
+        """The same request, for a state in memory: if the saver writes it after a crash, it looks for values that are
+        not finite, as in any save to the disk."""
         assert self._layout is not None
-        spans = self._layout.file.spans
-        written = [(name, key) for name, key in self._layout.keys if name in spans and key in collected.shared]
-        trained = collected.trained(key for _, key in written)
-        parts: list[Part] = []
-        for name, key in written:
-            kind = "" if key not in trained else str(trained[key].dtype).removeprefix("torch.")
-            if kind in FORMATS:
-                add_part(parts, spans[name], kind)
-        return parts
+        trains = [each.requires_grad for each in collected.shared.values()]  # a program may unfreeze layers
+        if trains != self._trained_of:
+            self._trained, self._trained_of = _trained_parts(self._layout, collected), trains
+            self._merged = merged(self._trained)
+        return replace(request, trained=self._merged, stops_not_finite=self._rules.stops_not_finite)
 
     def drop_uncompared(self) -> None:
         """Drop the states since the last comparison, which may be wrong: the saver would write them when this process
@@ -802,7 +805,7 @@ class Saving:
             memory = self.tier.stage(self._tracker.step, layout.size_bytes, wait=wait)
         if memory is None:
             return Staged.NO_ROOM
-        request = self._request(self._taken.rescue, metrics)
+        request = self._searched(self._request(self._taken.rescue, metrics), collected)
         began = fill(memory, layout, self._views_in(memory, layout), collected, self._overlapping)
         if began is None:
             return Staged.UNPLANNED
@@ -886,6 +889,7 @@ class Saving:
                 raise SnapshotError(f"rank {rank} failed: {text}")
 
         self._views.clear()
+        self._trained_of = None
         self._equal_step = None
         if isinstance(self.tier, SaverClient):
             self.tier.drop_fetched()  # all ranks have copied adopted pages, so no rank needs it any more
@@ -982,6 +986,20 @@ def image(tracker: Tracker) -> torch.Tensor:
 def _plan(peers: Peers, node: str, collected: Collected, loose: Collection[str] = ()) -> Layout:
     """The layout of this rank's image. `loose`: names of tensors that may differ between the ranks that have them."""
     return sharding.plan(peers, node, collected.shared, collected.own, _text_room(collected), loose)
+
+
+def _trained_parts(layout: Layout, collected: Collected) -> list[Part]:
+    """The parts of this rank's file with numbers that training changes: its writer looks whether they are finite, so
+    that training does not read them."""
+    spans = layout.file.spans
+    written = [(name, key) for name, key in layout.keys if name in spans and key in collected.shared]
+    trained = collected.trained(key for _, key in written)
+    parts: list[Part] = []
+    for name, key in written:
+        kind = "" if key not in trained else str(trained[key].dtype).removeprefix("torch.")
+        if kind in FORMATS:
+            add_part(parts, spans[name], kind)
+    return parts
 
 
 def _text_room(collected: Collected) -> int:

@@ -100,7 +100,8 @@ class SnapshotOptions:
     nonfinite: Literal["report", "stop"] = "report"
     """What follows if a parameter or optimizer value in a save to the disk is nan or infinite, which the saver finds
     while it writes. "report": rank 0 warns, and the snapshot is marked. "stop": there is no snapshot, and all ranks
-    raise NotFiniteError at the next save; `close()` raises it on rank 0."""
+    raise NotFiniteError at the next save; `close()` raises it on rank 0. After a crash, when the saver writes the
+    newest state in memory, the next start warns."""
     overlap: bool = False
     """Whether the copy of a state on GPUs overlaps with the next step. It takes memory of the host as large as this
     rank's part. `save()`, jobs with `copies=1` and functions in `ht.survive` wait for the copy. False: all saves do.

@@ -42,13 +42,14 @@ from holdfast.protocol.errors import (
 from holdfast.protocol.train_contract import RUN_ID_VARIABLE
 from holdfast.train import state_codec as codec
 from holdfast.train import torch_private
+from holdfast.train.choosing import newest_finite
 from holdfast.train.reading import Saved, opened
 from holdfast.train.sharding import OWN, TEXT, EntryViews, Layout, Piece, image_of
 from holdfast.train.snapshots import changes
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.folder import Snapshot
-from holdfast.train.snapshots.layout import FolderKind, check_step, parse_name
+from holdfast.train.snapshots.layout import DCP_PATHS, FolderKind, check_step, parse_name
 from holdfast.train.snapshots.remote import Location, absolute
 
 _T = TypeVar("_T")
@@ -57,9 +58,6 @@ FORMAT = "dcp"
 """The format in a rank's text that means a state of `dcp.save`, not of `Snapshots`."""
 RUN_ID = "run_id"
 """Name in the manifest's metadata, and in the texts of a state of `Snapshots`: the id of the training."""
-PATHS = "dcp_paths"
-"""Name in the manifest's metadata: the path of each name in the nested state, for a load without a state dict to fill.
-"""
 
 
 class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not followed
@@ -128,7 +126,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         """Commit. torch calls this on rank 0, when all ranks have written."""
         assert self._request is not None
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
-        about = {"metrics": self.metrics, RUN_ID: self.run_id, PATHS: paths}
+        about = {"metrics": self.metrics, RUN_ID: self.run_id, DCP_PATHS: paths}
         self.committed = changes.commit(replace(self._request, metadata=about))
 
     @classmethod
@@ -178,6 +176,7 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
     checked.
 
     path  a committed snapshot (`runs/a/step_000000120.0001`), or a snapshot folder (`runs/a`): then the newest in it
+          whose values are finite, as far as that is known
     step  the step of the snapshot; None: any
 
     State of a `Snapshots` that differs between the ranks (random numbers, a tracked object's) is that of rank 0. Raises
@@ -314,14 +313,14 @@ def load_nested(snapshot: Snapshot, saved: Saved) -> dict[str, Any]:
 
 
 def _paths(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(path) for name, path in snapshot.manifest.metadata.get(PATHS, {}).items()}
+    return {name: tuple(path) for name, path in snapshot.manifest.metadata.get(DCP_PATHS, {}).items()}
 
 
 def _find(path: Location, step: int | None) -> Snapshot:
-    """The snapshot at this path, or the newest in this folder. Raises SnapshotError."""
+    """The snapshot at this path, or the newest in this folder whose values are finite. Raises SnapshotError."""
     named = parse_name(path.name)
     if named is not None and named.kind is FolderKind.COMMITTED:
-        return folders.inspect(path)
+        return newest_finite([folders.inspect(path)])
     found = folders.survey(path)
     fitting: Sequence[Snapshot] = [each for each in found.committed if step is None or each.step == step]
     for problem in found.problems:
@@ -329,7 +328,7 @@ def _find(path: Location, step: int | None) -> Snapshot:
             raise problem.error if isinstance(problem.error, SnapshotError) else SnapshotError(str(problem.error))
     if not fitting:
         raise NoSnapshotError(f"{path} has no snapshot" + ("" if step is None else f" of step {step}"))
-    return fitting[-1]
+    return newest_finite(fitting)
 
 
 # --- a saved state as nested dicts ------------------------------------------------------------------------------------

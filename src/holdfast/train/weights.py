@@ -14,6 +14,7 @@ from torch import nn
 
 from holdfast.protocol.errors import NoSnapshotError, StateMismatchError
 from holdfast.train import state_codec as codec
+from holdfast.train.choosing import newest_finite
 from holdfast.train.reading import Saved, opened
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.folder import Snapshot
@@ -31,7 +32,9 @@ def load_weights(
 
     It is for a new run, in a folder of its own, that begins with the weights of another one. Call it on every rank,
     before the first step and before `resume()`; the model may be wrapped or sharded. `folder_or_snapshot`: a snapshot
-    folder, whose newest snapshot is used, or one snapshot in it (`runs/a/step_000000120.0001`), or the URL of either.
+    folder, or one snapshot in it (`runs/a/step_000000120.0001`), or the URL of either. Of a folder it is the newest
+    snapshot whose values are finite, as far as that is known; a warning names those that are passed over. One that is
+    given is used, with a warning if its values are not finite.
 
     name     that of the model in the snapshot, as it was tracked; None: the one that fits best. If several fit equally,
              as a teacher and its student do, the name has to be given
@@ -70,11 +73,12 @@ def _snapshot(given: str | os.PathLike[str]) -> Snapshot:
     path = absolute(given)
     named = parse_name(path.name)
     if named is not None and named.kind is FolderKind.COMMITTED:
-        return folders.inspect(path)
-    found = folders.choose(folders.survey(path))
-    if found is None:
+        return newest_finite([folders.inspect(path)])
+    survey = folders.survey(path)
+    newest = folders.choose(survey)
+    if newest is None:
         raise NoSnapshotError(f"{path} holds no snapshot")
-    return found
+    return newest_finite(survey.committed or [newest])
 
 
 def _compared(model: TrackedModel, saved: Saved, models: Mapping[str, Any]) -> Compared:

@@ -67,7 +67,9 @@ def test_verify(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "are not what was saved" in lines[2]
     assert "has 100 bytes" in lines[3]
     assert main(["snaps", "verify", str(runs), "--step", "2", "--json"]) == 0
-    assert as_json(capsys)["verified"] == [{"name": "step_000000002.0001", "valid": True, "error": None}]
+    assert as_json(capsys)["verified"] == [
+        {"name": "step_000000002.0001", "valid": True, "error": None, "finite": None}
+    ]
     assert main(["snaps", "verify", str(runs), "--step", "9"]) == 1
     assert "HF400" in capsys.readouterr().err
     assert main(["snaps", "verify", str(runs), "--quarantine"]) == 1
@@ -133,9 +135,42 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--keep-best" in out(capsys)
 
 
+def test_values_that_are_not_finite_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, metadata in enumerate(({}, {"finite": True}, {"finite": False})):
+        save(tmp_path, step, metadata=metadata)
+    for command in ("ls", "verify"):
+        assert main(["snaps", command, str(tmp_path)]) == 0
+        said = [line for line in out(capsys).splitlines() if "not finite" in line]
+        assert len(said) == 1
+        assert "has values that are not finite" in said[0]
+        assert main(["snaps", command, "--json", str(tmp_path)]) == 0
+        found = as_json(capsys)
+        assert [each["finite"] for each in found["committed" if command == "ls" else "verified"]] == [None, True, False]
+
+
 def test_export_of_nothing_valid_starts_no_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snaps", "export", str(tmp_path), "--to", str(tmp_path / "x"), "--format", "torch"]) == 1
     assert "no snapshot" in capsys.readouterr().err
+
+
+def test_an_export_says_which_step_was_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the process that has torch can look into snapshots whose writer did not look for values that are not finite."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    lines: list[list[str]] = []
+
+    def export(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        lines.append(line)
+        return subprocess.CompletedProcess(line, 0, stdout="step_000000001.0001 -> x\n")
+
+    monkeypatch.setattr(subprocess, "run", export)
+    assert main(["snaps", "export", "--json", str(tmp_path), "--to", "x", "--format", "torch"]) == 0
+    assert as_json(capsys)["step"] == 1
+    assert "--step" not in lines[0]
+    assert main(["snaps", "export", str(tmp_path), "--step", "2", "--to", "x", "--format", "torch"]) == 0
+    assert lines[1][-2:] == ["--step", "2"]
 
 
 def test_the_command_imports_no_torch(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -40,6 +41,7 @@ from holdfast.train.snapshots.layout import (
 from tests.support.limits import limit_s
 from tests.train.snapshots.saves import content, is_whole, newest, save
 
+NAN = float("nan")
 SAVE = """
 import os, signal, sys
 from tests.train.snapshots.saves import save
@@ -218,6 +220,26 @@ def test_a_file_that_shrank_before_the_commit_is_not_committed(tmp_path: Path) -
     with pytest.raises(SnapshotDamagedError, match="rank 0"):
         changes.commit(request)
     assert not folder.survey(tmp_path).committed
+
+
+@pytest.mark.parametrize(
+    ("searched", "value", "finite"),
+    [((0, 1), 0, True), ((0,), 0, None), ((0,), NAN, False), ((1,), NAN, None), ((), NAN, None)],
+)
+def test_a_snapshot_is_finite_if_the_file_of_each_rank_was_searched(
+    tmp_path: Path, searched: tuple[int, ...], value: float, finite: bool | None
+) -> None:
+    """The value is in the file of rank 0. The header of a slot may have no room for the parts of one rank."""
+    image = Image.plan([TensorEntry("weight", "F32", (8,))])
+    part, attempt = (len(image.header), image.size_bytes, "float32"), changes.begin(tmp_path, 1)
+    requests = [
+        SaveRequest(str(tmp_path), 1, attempt, each, 2, trained=[part] * (each in searched) or None) for each in (0, 1)
+    ]
+    for request in requests:
+        values = [0.0] * 7 + [0.0 if request.rank else value]
+        changes.write_rank(request, image.header + struct.pack("<8f", *values))
+    changes.commit(requests[0])
+    assert newest(tmp_path).manifest.finite is finite
 
 
 def test_metadata_is_json_and_a_loss_may_be_nan(tmp_path: Path) -> None:

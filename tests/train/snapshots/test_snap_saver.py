@@ -485,19 +485,24 @@ def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Pat
     until(lambda: not Path(told.split()[0]).exists(), "the shared-memory folder is gone")
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_a_value_that_is_not_finite_is_said_though_the_worker_is_gone(tmp_path: Path, stops: bool) -> None:
+@pytest.mark.parametrize(("stops", "rescued"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_value_that_is_not_finite_is_said_though_the_worker_is_gone(
+    tmp_path: Path, stops: bool, rescued: bool
+) -> None:
+    """`rescued`: the worker has handed over nothing, and the saver writes the state in memory by itself."""
     folder = tmp_path / "snaps"
+    folder.mkdir()
+    handed_over = "saver.commit(None)\nsaver.persist(SaveRequest(FOLDER, 1, begin(FOLDER, 1), 0, 1, **about))\n"
+    in_memory = f"saver.commit(SaveRequest(FOLDER, 1, {rescue_attempt()}, 0, 1, **about))\n"
     first = (
         "from holdfast.train.snapshots.layout import Image, TensorEntry\n"
         "image = Image.plan([TensorEntry('weight', 'F32', (1 << 18,))])\n"
         "memory = own.stage(1, image.size_bytes)\n"
         "memory[:] = image.header.ljust(image.size_bytes, b'\\0')\n"
         "memory[-4:] = b'\\0\\0\\xc0\\x7f'\n"  # nan
-        "saver.commit(None)\n"
         "parts = [[len(image.header), image.size_bytes, 'float32']]\n"
         f"about = dict(trained=parts, stops_not_finite={stops})\n"
-        "saver.persist(SaveRequest(FOLDER, 1, begin(FOLDER, 1), 0, 1, **about))\n"
+        f"{in_memory if rescued else handed_over}"
         "say()\ndie()"
     )
     done = run_lives(folder, first, HEARS)

@@ -224,6 +224,17 @@ def test_too_long_a_note_is_refused_and_harms_nothing(own: Slots) -> None:
     assert own.committed()[0].step == 1
 
 
+@pytest.mark.parametrize(("count", "fits"), [(800, True), (HEADER_BYTES, False)])
+def test_parts_to_search_that_do_not_fit_into_the_header_are_left_out(own: Slots, count: int, fits: bool) -> None:
+    """Each layer of a model may be frozen in part: then there are many."""
+    own.stage(1, SIZE)
+    parts = [[8 * each, 8 * each + 4, "float32"] for each in range(count)]
+    own.commit(SaveRequest("x", 1, 1, 0, 1, {"save": 3}, trained=parts))
+    found = own.committed()[0].request
+    assert found is not None
+    assert (found.trained, found.save) == (parts if fits else None, 3)
+
+
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 STAGER = """

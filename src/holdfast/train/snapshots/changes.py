@@ -290,8 +290,9 @@ def commit(
         records = _gather(request, patience, left)
         at("gathered")
         metadata = dict(request.metadata)
-        if request.trained is not None:
-            metadata[FINITE] = not (bad := _not_finite(request, records))
+        bad = _not_finite(request, records)
+        if bad or all(NOT_FINITE in each.note for each in records):  # else it is not known of some rank's file
+            metadata[FINITE] = not bad
             if bad and request.stops_not_finite:
                 raise NotFiniteError(f"{bad}\n{STOPPED}")
             if bad:

@@ -384,7 +384,7 @@ def _carry_out(save: Save, written: list[Written], tell: Tell, warn: Callable[[s
         _write(agreed, written, tell)
         if save.request.rank:
             return None
-        path = commit(agreed.request, patience=save.patience_s)
+        path = commit(agreed.request, patience=save.patience_s, warn=warn)
         for each in older:
             if each.key < agreed.request.key:
                 # A thread that has written its file waits in vain for the ranks that have handed over nothing: the end

@@ -123,6 +123,9 @@ NOT_FINITE = "not_finite"
 """Name in the note of a record: the first tensor with a number that is not finite; empty: there is none."""
 FINITE = "finite"
 """Name in the metadata: whether all values that training changes are finite; absent: that was not checked."""
+DCP_PATHS = "dcp_paths"
+"""Name in the metadata of a save by `dcp.save`: the path of each name in the nested state, for a load without a state
+dict to fill."""
 FORMAT = "holdfast-snapshot"
 VERSION = 1
 MANIFEST_BYTES_MAX = 256 << 20

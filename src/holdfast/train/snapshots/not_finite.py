@@ -70,6 +70,14 @@ def add_part(parts: list[Part], span: slice, kind: str) -> None:
         parts.append((span.start, span.stop, kind))
 
 
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """The same bytes as few parts, in the order of the file: these fit into the header of a memory slot."""
+    fewer: list[Part] = []
+    for begin, end, kind in sorted(parts, key=lambda each: int(each[0])):
+        add_part(fewer, slice(int(begin), int(end)), str(kind))
+    return fewer
+
+
 def has_not_finite(data: memoryview, form: NumberFormat) -> bool:
     """Whether one of the numbers in these bytes is not finite. `data` begins with a number, and ends with one."""
     if form.nan:

@@ -41,6 +41,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -291,7 +292,8 @@ class Slots:
         """Make the staged bytes valid. All copies into the slot must be complete.
 
         `request`: how the saver writes it if this worker dies before a newer state is on the disk; None: it does not.
-        Raises ValueError when the request exceeds NOTE_BYTES_MAX.
+        If its parts for the search for values that are not finite do not fit into the header, they are left out. Raises
+        ValueError when the request exceeds NOTE_BYTES_MAX.
         """
         staging = self._staging
         if staging is None:
@@ -307,6 +309,9 @@ class Slots:
             "request": None if request is None else request.to_json(),
         }
         encoded = json.dumps(note).encode()
+        if len(encoded) > NOTE_BYTES_MAX and request is not None and request.trained:
+            note["request"] = replace(request, trained=None).to_json()
+            encoded = json.dumps(note).encode()
         if len(encoded) > NOTE_BYTES_MAX:
             raise ValueError(f"the request takes {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
 
