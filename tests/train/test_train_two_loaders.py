@@ -81,7 +81,7 @@ def trained(
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:.*begins anew with each epoch:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*starts again in each epoch:RuntimeWarning")
 @pytest.mark.parametrize(
     ("pairs", "length", "stops"),
     [
@@ -120,7 +120,7 @@ def test_a_cycle_over_the_only_loader_is_told(tmp_path: Path) -> None:
 
 
 def test_a_pass_that_each_epoch_gives_up_is_told(tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="begins anew with each epoch, after a part of a pass"):
+    with pytest.warns(RuntimeWarning, match="starts again in each epoch before its pass is complete"):
         trained(tmp_path / "short", a_generator_for_each_epoch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

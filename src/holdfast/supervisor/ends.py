@@ -533,7 +533,8 @@ def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -
     for place in _unwritten(words):
         with contextlib.suppress(OSError):
             # What a failed save had written is removed by now: only the size shows that there was no room.
-            size = os.statvfs(place).f_blocks * os.statvfs(place).f_frsize
+            disk = os.statvfs(place)
+            size = disk.f_blocks * disk.f_frsize
             first.setdefault(os.stat(place).st_dev, _fullness(place)[1] + (f" of {_size(size)}" if size else ""))
     named = [os.path.dirname(path) for path in re.findall(PATH, words)[-PATHS_MAX:]]
     places = [os.getcwd(), log_folder or os.getcwd(), own_folders.temporary(os.environ), os.path.expanduser("~"), SHM]

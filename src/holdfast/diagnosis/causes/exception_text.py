@@ -205,6 +205,7 @@ class ExceptionText:
         lines = [line for line in _without_traces(self.stderr).splitlines() if not ASIDE.search(line)]
         if is_own_code(self._failure.exit_code):
             lines = lines[-SAID_LINES_MAX:]
+        # After the cut: otherwise older lines of the program would take their places, and look like its last words.
         return "\n".join(line for line in lines if not NO_REASON.search(line))
 
     @cached_property

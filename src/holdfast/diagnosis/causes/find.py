@@ -170,6 +170,7 @@ def cause_of(failure: Failure) -> Cause:
         )
         return replace(cause, line=f"lost its thread {name!r}, which {cause.line}")
 
+    # Before the rules, which take each KeyboardInterrupt for a signal from outside.
     if parsed.interrupt and INTERRUPTS.search(parsed.interrupting_line):
         advice = "nobody sent a signal, unless that line is in the handler of one"
         return Cause("HF201", "raised KeyboardInterrupt", advice)

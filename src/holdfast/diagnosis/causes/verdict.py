@@ -453,7 +453,7 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
     more = f", as did {gone} in all" if len(evidence.done) > 1 else ""
     said = _last_words(culprit.stderr_tail) or _last_words(culprit.stdout_tail)
     last = f"; its last line was: {said[:SAID_CHARACTERS_MAX]}" if said else ""
-    # Both numbers are told only if they differ.
+    # If both ranks have done the same number of steps, the line gives it once.
     where = _where(structs.replace(victim, step=0) if victim.step == culprit.step else victim)
     needed = f"rank {victim.rank} still needed it{where}{last}"
     line = f"{_who(culprit)} ended with exit code 0{step}{more}, while {needed}"

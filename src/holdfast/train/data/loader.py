@@ -350,8 +350,8 @@ class DataLoader:
             self._beside_another = False
             if self._rank == 0:
                 warnings.warn(
-                    "holdfast: a loader that is used beside another one begins anew with each epoch, after a part of a "
-                    "pass: a resume at an epoch's end takes the rest of that pass, and so other samples.\n"
+                    "holdfast: a loader that is used beside another one starts again in each epoch before its pass is "
+                    "complete: a resume at an epoch's end takes the rest of that pass, and so other samples.\n"
                     f"{ENDLESS}",
                     RuntimeWarning,
                     stacklevel=3,
