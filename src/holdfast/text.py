@@ -48,6 +48,15 @@ def seconds_of(text: str | float) -> float | None:
     return seconds if 0 < seconds < float("inf") else None
 
 
+def shortened(text: str, characters_max: int) -> str:
+    """The text, of which the end is left out if it is longer than this.
+
+    >>> shortened("short", 5), shortened("longer", 5)
+    ('short', 'long…')
+    """
+    return text if len(text) <= characters_max else text[: characters_max - 1] + "…"
+
+
 def plural(number: int, word: str) -> str:
     """A number with its noun.
 

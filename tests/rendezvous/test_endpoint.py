@@ -61,7 +61,7 @@ def test_malformed_endpoints_are_told_in_one_line(text: str, words: str) -> None
 
 @pytest.mark.parametrize("text", ["", "node1", "[::1]"])
 def test_static_must_name_a_port(text: str) -> None:
-    with pytest.raises(EndpointError, match="--master-port"):
+    with pytest.raises(EndpointError, match="names no port; write host:port"):
         parse_endpoint(text, None)
 
 

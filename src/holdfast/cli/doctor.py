@@ -32,7 +32,7 @@ from holdfast.cli.option_table import line as help_line
 from holdfast.cli.printing import Parser, print_json
 from holdfast.linux import GroupLimits, read_text
 from holdfast.protocol.errors import RendezvousConfigError, UsageError
-from holdfast.text import without_passwords
+from holdfast.text import shortened, without_passwords
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
@@ -478,7 +478,7 @@ def masked(name: str, value: str) -> str:
         return MASK
     value = re.sub(r"(?i)\b([\w-]*(?:token|secret|passw|key|auth)[\w-]*\s*=\s*)[^,\s]+", rf"\1{MASK}", value)
     value = without_passwords(value)
-    return value if len(value) <= VALUE_CHARS_MAX else f"{value[:VALUE_CHARS_MAX]}…"
+    return shortened(value, VALUE_CHARS_MAX)
 
 
 def os_name() -> str:

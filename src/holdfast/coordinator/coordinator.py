@@ -1699,6 +1699,9 @@ class JobSeen:
             for each in self._machine.members.values()
         ]
 
+    def keeps_out(self, host: str, now: float) -> bool:
+        return self._machine.host_backoff.until_s(host, now) > now
+
     def address(self, member: str) -> str:
         found = self._machine.members.get(member)
         if found is None:

@@ -29,7 +29,7 @@ from holdfast.protocol.rank_progress import (
     Stage,
     is_library,
 )
-from holdfast.text import duration, plural, ranks_text, spans, spoken, visible
+from holdfast.text import duration, plural, ranks_text, shortened, spans, spoken, visible
 from holdfast.traceback_text import fewer_lines
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _last_output(culprit: Failure, room: int, lines_max: int) -> list[str]:
         if traceback.lstrip().startswith("File "):  # agents send the end of stderr, which can begin in a traceback
             traceback = f"Traceback (most recent call last): [its head is in the log]\n{traceback}"
         return [
-            _cut(visible(line), TRACEBACK_LINE_CHARACTERS_MAX)
+            shortened(visible(line), TRACEBACK_LINE_CHARACTERS_MAX)
             for line in fewer_lines(traceback, lines_max).splitlines()
         ]
 
@@ -222,11 +222,7 @@ def _row(name: str, text: str) -> str:
 
 def _line(text: str) -> str:
     """The text as one line of limited length."""
-    return _cut(visible(" ".join(text.splitlines())))
-
-
-def _cut(line: str, characters_max: int = LINE_CHARACTERS_MAX) -> str:
-    return line if len(line) <= characters_max else line[: characters_max - 1] + "…"
+    return shortened(visible(" ".join(text.splitlines())), LINE_CHARACTERS_MAX)
 
 
 def _whole_words(text: str) -> str:

@@ -77,6 +77,9 @@ class Job(Protocol):
     def members(self) -> Sequence[MemberSeen]:
         """All members, in the order in which they joined."""
 
+    def keeps_out(self, host: str, now: float) -> bool:
+        """Whether an agent of this host that joins now has to wait: it is excluded, or was lost too often."""
+
     def address(self, member: str) -> str:
         """The address at which other nodes reach this one; empty: it is no member."""
 

@@ -37,6 +37,7 @@ from holdfast.protocol.codec import (
 )
 from holdfast.protocol.errors import AuthenticationError, HoldfastError, ProtocolError, RefusedError
 from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.text import shortened
 
 if TYPE_CHECKING:
     from holdfast.protocol.seal import Seal
@@ -359,7 +360,7 @@ def _portable(text: str) -> str:
 
 def _shown(text: str) -> str:
     """A peer's text for a log line: short, quoted, without control characters."""
-    return repr(text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…")
+    return repr(shortened(text, SHOWN_CHARS_MAX))
 
 
 Received = TypeVar("Received")

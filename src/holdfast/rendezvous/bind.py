@@ -15,7 +15,7 @@ from typing import NamedTuple
 from holdfast.detached import run_detached
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint, RunOptions
-from holdfast.text import is_loopback
+from holdfast.text import is_loopback, shortened
 
 _LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
@@ -240,9 +240,7 @@ def _listening_inodes(port: int) -> set[str]:
 def _describe(pid: str) -> str:
     command = " ".join(_read(f"/proc/{pid}/cmdline").split("\0")).strip() or _read(f"/proc/{pid}/comm").strip()
     shown = "".join(character if character.isprintable() else " " for character in command)
-    if len(shown) > COMMAND_CHARS_MAX:
-        shown = shown[:COMMAND_CHARS_MAX] + "…"
-    return f"pid {pid} ({_user(pid)}): {shown}"
+    return f"pid {pid} ({_user(pid)}): {shortened(shown, COMMAND_CHARS_MAX)}"
 
 
 def _user(pid: str) -> str:

@@ -39,7 +39,7 @@ def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
     host, port_text = _split(text)
     if port_text is None:
         if default_port is None:
-            raise EndpointError(f"the endpoint {text!r} names no port; add one (host:port) or give --master-port")
+            raise EndpointError(f"the endpoint {text!r} names no port; write host:port")
         port = default_port
     elif _PORT.fullmatch(port_text) and int(port_text) <= PORT_MAX:
         port = int(port_text)

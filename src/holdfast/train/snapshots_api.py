@@ -184,6 +184,10 @@ class Snapshots:
     _whereabouts: Whereabouts | None = None
     """Looks whether the script asks where it goes on after a resume; None: it was looked at."""
 
+    _position_kept = False
+    """Whether a trainer skips the batches that are trained. Otherwise a loader has to be tracked, also if states are
+    saved at the ends of epochs only: a stop saves in the middle of one."""
+
     _joined = False
     """Whether this process has joined ranks that went on, in place of a lost one."""
 
@@ -312,7 +316,7 @@ class Snapshots:
             self._passes = ContinuedPasses(self._tracker.others.values, self._tracker.note_pass)
             self.state._pending = lambda: self._pending.now() is WherePending.HERE
         # It replaces the same function of torch as the line above, and has to be called before that.
-        if self._untracked is None and self._schedule.within_epochs:
+        if self._untracked is None and not self._position_kept:
             self._tracker.looks_for_cycles = True
             self._untracked = UntrackedData(self._tracker.others.values)
         return self.state
@@ -320,7 +324,8 @@ class Snapshots:
     def _position_is_kept(self) -> None:
         """Note that a trainer skips the batches that are trained: its loader need not be tracked."""
         self._stop_watching_data()
-        self._schedule.within_epochs = self._tracker.looks_for_cycles = False
+        self._position_kept = True
+        self._tracker.looks_for_cycles = False
 
     def _stop_watching_data(self) -> None:
         if self._untracked is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.protocol import messages as msg
 from tests.coordinator.coordinator_harness import running, two_of_three
 
@@ -24,6 +25,20 @@ def test_one_host_is_excluded_until_it_is_readmitted() -> None:
     harness.ask("drain", host=host)
     assert [harness.noted(event)[0]["by"] for event in ("readmitted", "drain_asked")] == ["somebody"] * 2
     assert [link for link, message in harness.told if isinstance(message, msg.Quit)] == [2, 2]
+
+
+def test_a_host_that_is_not_excluded_is_not_readmitted() -> None:
+    harness = two_of_three()
+    host = next(member.node.host for member in harness.machine.members.values() if member.link == 2)
+    harness.ask("readmit", host="nowhere")
+    assert harness.refusal() == "nowhere is not excluded, and no node of this job is on it"
+    assert harness.noted("readmitted") == []
+    harness.ask("exclude", host=host, for_s=600.0)
+    assert harness.answer() == {"nodes": 1}
+    harness.give(LinkClosed(2, "closed"))
+    harness.ask("readmit", host=host)  # its node has left
+    assert harness.answer() == {"nodes": 0}
+    assert harness.machine.host_backoff.until_s(host, harness.now) == harness.now
 
 
 @pytest.mark.parametrize("question", ["drain", "exclude"])

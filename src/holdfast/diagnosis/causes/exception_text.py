@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from holdfast.protocol.outcome import Failure, is_own_code
+from holdfast.text import shortened
 
 CHAINED = re.compile(
     r"^(?:During handling of the above exception, another exception occurred:"
@@ -270,8 +271,7 @@ class ExceptionText:
             return ""
         file, line, source = own[0 if crash else -1]  # a crash dump has the innermost frame first
         place = f"{file.rpartition('/')[2]}:{line}"
-        code = source.strip()
-        code = code if len(code) <= SOURCE_CHARACTERS_MAX else f"{code[:SOURCE_CHARACTERS_MAX]}…"
+        code = shortened(source.strip(), SOURCE_CHARACTERS_MAX)
         return place if crash or not code or code.startswith("raise") else f"{place} `{code}`"
 
     @property

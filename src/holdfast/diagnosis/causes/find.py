@@ -25,7 +25,7 @@ from holdfast.diagnosis.causes.exception_text import (
 )
 from holdfast.protocol.exit_codes import EXIT_FAILURE
 from holdfast.protocol.outcome import Failure
-from holdfast.text import read_table
+from holdfast.text import read_table, shortened
 
 _TIMED_OUT = frozenset({Blame.WAITED, Blame.WAITED_LATE, Blame.LOOSE})
 KINDS = {
@@ -263,18 +263,18 @@ def _own_stderr(failure: Failure, parsed: ExceptionText) -> str:
 def _cause_by_rule(rule: Rule, failure: Failure, parsed: ExceptionText, text: str) -> Cause:
     said = _first_line(text) or _matched_line(rule, parsed)
     if not said and failure.exit_code in ABORTED:
-        said = _cut(parsed.line_before_fatal, SAID_CHARACTERS_MAX)
+        said = shortened(parsed.line_before_fatal, SAID_CHARACTERS_MAX)
     line = rule.line.format(said=said, signal=signal_name(failure.exit_code)).rstrip(": ")
     found = [f"{failure.host}: {failure.facts[name]}" for name in rule.facts if failure.facts.get(name)]
     advice = "; ".join([rule.advice, *found])
-    return Cause(rule.code, _cut(line, LINE_CHARACTERS_MAX), advice, rule.per_node)
+    return Cause(rule.code, shortened(line, LINE_CHARACTERS_MAX), advice, rule.per_node)
 
 
 def _matched_line(rule: Rule, parsed: ExceptionText) -> str:
     """The line of stderr that the rule matched; for a usage text, the error after it."""
     fitting = [line for line in parsed.filtered_stderr.splitlines() if rule.says and _search(rule.says, line)]
     line = next((line for line in fitting if not line.lower().startswith("usage: ")), fitting[0] if fitting else "")
-    return _cut(WITH_CODE.sub("", line.strip()), SAID_CHARACTERS_MAX)
+    return shortened(WITH_CODE.sub("", line.strip()), SAID_CHARACTERS_MAX)
 
 
 def _cause_without_rule(failure: Failure, parsed: ExceptionText) -> Cause:
@@ -285,20 +285,19 @@ def _cause_without_rule(failure: Failure, parsed: ExceptionText) -> Cause:
         return Cause("HF223", f"crashed in native code by {name}: {_first_line(text)}", NATIVE_ADVICE, per_node=True)
     if failure.message and not (failure.error_type or failure.traceback or failure.stderr_tail):
         # A sentence instead of an exception: a torchrun under this coordinator reports its workers like this.
-        return Cause("HF205", f"failed: {_cut(_first_line(text), SAID_CHARACTERS_MAX)}", "")
+        return Cause("HF205", f"failed: {shortened(_first_line(text), SAID_CHARACTERS_MAX)}", "")
     if text:
         return _raised(parsed)
     if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
         what = "found no such command" if failure.exit_code == NOT_FOUND else "may not execute its command"
-        line = (
-            f"ended with exit code {failure.exit_code}: a shell {what}: {_cut(parsed.last_line, SAID_CHARACTERS_MAX)}"
-        )
+        said = shortened(parsed.last_line, SAID_CHARACTERS_MAX)
+        line = f"ended with exit code {failure.exit_code}: a shell {what}: {said}"
         return Cause(
             "HF205", line.rstrip(": "), "check the command in the script, and PATH on that node", per_node=True
         )
     if failure.exit_code < 0 or _is_signal(failure.exit_code - 128):
         return Cause("HF204", f"was ended by {signal_name(failure.exit_code)}", _signal_advice(failure.exit_code))
-    said = _cut(parsed.last_line, SAID_CHARACTERS_MAX)
+    said = shortened(parsed.last_line, SAID_CHARACTERS_MAX)
     advice = (
         "" if said else "no reason of it was kept: look at its output, and for sys.exit() or os._exit() in the script"
     )
@@ -318,7 +317,7 @@ def _raised(parsed: ExceptionText) -> Cause:
         joint = ", and because of it" if last.explains else ", and while that was handled"
         line = f"{line}{joint} {_first_line(last.text).rstrip(': ')}"
     hint = next((hint for says, hint in hints() if _search(says, inner)), "")
-    return Cause("HF201", _cut(line, LINE_CHARACTERS_MAX), hint)
+    return Cause("HF201", shortened(line, LINE_CHARACTERS_MAX), hint)
 
 
 def signal_name(exit_code: int) -> str:
@@ -362,11 +361,7 @@ def _first_line(text: str) -> str:
     said = lines[0]
     if len(lines) > 1 and (said.endswith((":", "?")) or len(said) < 20 or COUNTED.search(said)):
         said = f"{said} {' '.join(lines[1:3] if COUNTED.search(said) else lines[1:2])}"
-    return _cut(said, SAID_CHARACTERS_MAX)
-
-
-def _cut(text: str, characters_max: int) -> str:
-    return text if len(text) <= characters_max else text[: characters_max - 1] + "…"
+    return shortened(said, SAID_CHARACTERS_MAX)
 
 
 @cache

@@ -22,11 +22,14 @@ from holdfast.protocol.policy import Note
 class AtCoordinator(CoordinatorExtension):
     questions = {"drain": About, "exclude": About, "readmit": About}
 
-    def asked(self, now: float, request: UserRequest) -> Orders:  # noqa: ARG002
+    def asked(self, now: float, request: UserRequest) -> Orders:
         host, for_s, by = request.about.host, request.about.for_s, request.by
         there = [member for member in self.job.members() if member.host == host]
         answer = AnswerRequest(request.number, msgspec.json.encode(Sent(len(there))))
         if request.question == "readmit":
+            if not there and not self.job.keeps_out(host, now):
+                # A host name with a typing error would leave the right host excluded, and nobody would know.
+                return [RefuseRequest(request.number, f"{host} is not excluded, and no node of this job is on it")]
             return [answer, Note("readmitted", {"host": host, "by": by}), Readmit(host)]
         if not there:
             return [RefuseRequest(request.number, f"no node of this job is on {host}")]
