@@ -222,14 +222,22 @@ def test_where_it_began_and_where_it_is(board: Board) -> None:
 
 
 def test_how_many_steps_there_will_be_is_said_once(board: Board) -> None:
-    assert board.job_position() == (0, 0)
+    assert board.job_position([0, 1]) == (0, 0)
     for rank, said in enumerate(
         ("at_step(0, of=100); at_step(8)", "at_step(0, of=100); at_step(7); at_step(9, of=90)")
     ):
         run(f"from holdfast.worker import at_step\n{said}", board.address(rank))
-    assert board.job_position() == (8, 100)
+    assert board.job_position([0, 1]) == (8, 100)
     board.clear(0)
-    assert board.job_position() == (9, 90)
+    assert board.job_position([0, 1]) == (9, 90)
+
+
+def test_a_rank_without_which_the_others_go_on_does_not_hold_back_the_jobs_step(board: Board) -> None:
+    for rank in (0, 1):
+        run("from holdfast.worker import at_step\nat_step(0, of=100)\nat_step(5)", board.address(rank))
+    board.begin_again()  # rank 1 was lost
+    run("from holdfast.worker import at_step\nat_step(5)\nat_step(50)", board.address(0))
+    assert board.job_position([0]) == (50, 100)
 
 
 def test_without_a_launcher_it_does_nothing() -> None:

@@ -173,9 +173,10 @@ class Board:
         at = layout.slot(local_rank)
         return self._words[at + layout.BEGAN_AT] - 1, self._words[at + layout.AT] - 1
 
-    def job_position(self) -> tuple[int, int]:
-        """The step of the whole job, and how many it will have; 0: no worker reports that."""
-        slots = (self._words[layout.slot(rank) :][: layout.SLOT_WORDS] for rank in range(self._nproc))
+    def job_position(self, local_ranks: Iterable[int]) -> tuple[int, int]:
+        """The step of the whole job, and how many it will have, as these workers report it; 0: none reports it. A rank
+        that was lost, and that the generation does without, still has its last step on the board."""
+        slots = (self._words[layout.slot(rank) :][: layout.SLOT_WORDS] for rank in local_ranks)
         # A spare has the step of an earlier generation.
         known = [(slot[layout.AT], slot[layout.TOTAL]) for slot in slots if not slot[layout.SPARE]]
         # The slowest rank: what the others have begun is not done.
