@@ -9,18 +9,19 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import LOOK_SIGNAL
-from holdfast.protocol.rank_progress import Collective, KernelWait, RankSample
+from holdfast.protocol.rank_progress import Collective, KernelWait, Polling, RankSample
 from holdfast.supervisor import processes
 from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.kernel_wait import is_connecting
-from holdfast.supervisor.stack_sampler import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles, StackSampler, Tally
+from holdfast.supervisor.stack_sampler import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles, StackSampler, Tally, _polled
 from tests.supervisor.conftest import no_threads
 from tests.supervisor.looks import (
     HOLDS_THE_LOCK,
@@ -394,6 +395,22 @@ def test_a_program_read_from_a_pipe_is_not_read_again(board: Board, start: Start
     (sample,) = look(board, process)
     assert sample.frames
     assert sample.source == ""
+
+
+def test_code_that_belongs_to_no_line_has_no_source(board: Board, start: Start) -> None:
+    """Compilers make such code. Line 0 is not the last line of the file."""
+    source = "import time\ndef waits():\n    print('up')\n    time.sleep(600)\n"
+    process = start(source + "waits.__code__ = waits.__code__.replace(co_linetable=b'')\nwaits()")
+    until(lambda: functions(look(board, process)[0])[:1] == [("waits", 0)], "the worker to be where it stays")
+    assert look(board, process)[0].source == ""
+
+
+def test_a_program_that_python_warns_of_or_cannot_parse_is_no_trouble_of_the_agents() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert _polled(b'pattern = "\\d"', (1,)) == (Polling.NOTHING, "")
+        assert _polled(b"-" * 20_000 + b"1", (1,)) == (Polling.NOTHING, "")
+    assert shown == []
 
 
 def test_what_a_worker_has_copied_is_counted(board: Board, start: Start, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import os
 import stat
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, Protocol
@@ -254,6 +255,8 @@ SOURCE_CHARS_MAX = 80
 SOURCE_BYTES_MAX = 4 * 1024 * 1024
 PARSED_BYTES_MAX = 512 * 1024
 """Length of a program up to which it is parsed (bytes)."""
+PARSED_NAME = "<program>"
+"""The name of every program that is parsed, for the filter on warnings."""
 PROGRAMS_MAX = 8
 """Number of programs whose syntax trees are kept."""
 PLACES_MAX = 256
@@ -712,7 +715,8 @@ def _with_source(sample: RankSample) -> tuple[RankSample, bytes]:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return sample, b""  # /dev/fd/63, a pipe
             program = file.read(SOURCE_BYTES_MAX)
-        text = program.split(b"\n")[frame.line - 1].decode(errors="replace").strip()
+        # Code without a line, as compilers make it, has line 0: it must not become the last line of the file.
+        text = program.split(b"\n")[frame.line - 1].decode(errors="replace").strip() if frame.line > 0 else ""
     except (OSError, ValueError, IndexError):
         return sample, b""  # not a file, or on another machine
     return structs.replace(sample, source=text[:SOURCE_CHARS_MAX]), program
@@ -825,8 +829,11 @@ def _handled_words(text: str) -> str:
 @functools.lru_cache(maxsize=PROGRAMS_MAX)
 def _parsed(program: bytes) -> ast.AST:
     """Its syntax tree; an empty one if it is no Python. All ranks usually run the same program."""
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-        return ast.parse(program)
+    # Python would show its warnings about the program (`"\\d"`) as the agent's own. Those of this name are ignored for
+    # good: threads of two looks may be here, and one of them would restore the filters while the other one parses.
+    warnings.filterwarnings("ignore", module=PARSED_NAME)
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # the last: it is nested too deeply
+        return ast.parse(program, PARSED_NAME)
     return ast.Module([], [])
 
 
