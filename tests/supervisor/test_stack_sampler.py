@@ -21,7 +21,15 @@ from holdfast.supervisor import processes
 from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.kernel_wait import is_connecting
-from holdfast.supervisor.stack_sampler import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles, StackSampler, Tally, _polled
+from holdfast.supervisor.stack_sampler import (
+    FIRST_LOOKS_MAX,
+    LATER_LOOKS_MAX,
+    StackFiles,
+    StackSampler,
+    Tally,
+    _polled,
+    _recorded,
+)
 from tests.supervisor.conftest import no_threads
 from tests.supervisor.looks import (
     HOLDS_THE_LOCK,
@@ -685,6 +693,21 @@ def test_a_worker_whose_main_thread_waits_answers_which_collective_it_is_in(
         (sample,) = look(board, process, folder=tmp_path, times=times)
         assert sample.collectives == (Collective("default_pg", 812, "all_reduce", "[4096] float32"),)
     assert "collective 812 of default_pg: all_reduce [4096] float32, not done\n" in Path(sample.file).read_text()
+
+
+def test_an_exception_with_the_bytes_of_a_file_name_does_not_cost_the_collectives(board: Board, start: Start) -> None:
+    then = "print('up')\ntry:\n    raise ValueError(os.fsdecode(b'shard \\xff'))\nexcept ValueError:\n"
+    process = start(recorded(then + "    threading.Event().wait()"))
+    (sample,) = look(board, process)
+    assert sample.collectives == (Collective("default_pg", 812, "all_reduce", "[4096] float32"),)
+    assert sample.handles.startswith("ValueError: shard ?, raised at ")
+
+
+def test_an_answer_that_is_no_text_is_none() -> None:
+    fd = os.memfd_create("stacks")
+    os.write(fd, b'{"number": 1, "collectives": [], "handles": "\xff"}\n')
+    assert _recorded(fd, 1) is None
+    os.close(fd)
 
 
 def test_a_worker_that_keeps_the_interpreters_lock_does_not_answer_and_has_its_stack(

@@ -810,7 +810,8 @@ def _recorded(fd: int, number: int) -> _RecorderAnswer | None:
     """The answer to this question; None: it is not there yet."""
     for line in os.pread(fd, DUMP_BYTES_MAX, 0).splitlines(keepends=True):
         if line.endswith(b"\n"):
-            with contextlib.suppress(DecodeError):  # an answer that does not fit: the worker's torch is another one
+            # An answer that does not fit: the worker's torch is another one. UnicodeDecodeError is no DecodeError.
+            with contextlib.suppress(DecodeError, UnicodeDecodeError):
                 answer = json.decode(line, type=_RecorderAnswer)
                 if answer.number == number:
                     return structs.replace(answer, length=len(line))
