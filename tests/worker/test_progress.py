@@ -103,6 +103,41 @@ def test_a_group_that_failed_is_none(warm: Warm, board: Board, tmp_path: Path) -
     assert [word > 0 for word in words(board)] == [True, False, False, False, False]
 
 
+def test_a_group_that_failed_after_its_store_is_none(
+    warm: Warm, board: Board, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """The exception is dropped, and with it the rendezvous."""
+    port = free_port()
+    source = f"""
+import datetime, torch.distributed as dist
+served = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+try:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=0.2))
+except Exception: print("failed")
+"""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
+    assert run(board, tmp_path, source, warm, TORCHELASTIC_USE_AGENT_STORE="True", **env) == "failed\n"
+    assert [word > 0 for word in words(board)] == [True, True, False, False, False]
+    assert not board.in_group(0)
+
+
+def test_a_program_that_asks_for_the_store_by_itself_has_no_group_before_it_makes_one(
+    warm: Warm, board: Board, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    source = """
+import torch.distributed as dist
+from holdfast.protocol import board_layout as layout
+from holdfast.worker import drain
+store, rank, world = next(dist.rendezvous("env://"))
+words = drain._words_of(__import__("os").environ["HOLDFAST_BOARD"].partition("@")[0])
+print(words[layout.slot(0) + layout.GROUP])
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+print(words[layout.slot(0) + layout.GROUP] > words[layout.slot(0) + layout.STORE] > 0)
+"""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    assert run(board, tmp_path, source, warm, **env) == "0\nTrue\n"
+
+
 def test_a_compiled_step_has_nothing_of_ours_in_its_graph(warm: Warm, board: Board, tmp_path: Path) -> None:
     source = """
 import torch

@@ -8,9 +8,11 @@ never imports it:
   Steps of an optimizer that is itself compiled (torch.compile) are not seen.
 - `torch.autograd.backward`, which Tensor.backward calls too, gets a wrapper that adds up the time before it: the work
   of the rank alone, because in backward it waits for others.
-- The handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group
-  exists: their begin, their answer and their end are the moments around the store. torch has no public hook there.
-  Where its table is missing there are no such moments, and nothing else changes.
+- The handlers of `init_process_group`'s rendezvous are generators: their begin and their answer are the moments around
+  the store. torch has no public hook there. Where its table is missing there are no such moments, and nothing else
+  changes. Their end says nothing about the group: they end when it failed, too, and before it in a program that asks
+  them by itself, as holdfast.train does.
+- `_update_default_pg` gets the default group as soon as it exists.
 
 One more task: gloo groups are never destructed. The destructor joins threads. The thread that drops the last reference
 (of DDP's reducer, when the script's main function returns) may run it while it holds the interpreter's lock, for which
@@ -174,6 +176,9 @@ class Marks:
     def grouped(self, c10d: ModuleType) -> None:
         """The process has a default group."""
         if self._own:
+            # Without a rendezvous it is none of the job's: a replacement has a group of its own until it has a place.
+            if self._words[self._slot + layout.STORE]:
+                self.mark(layout.GROUP)
             recorded(c10d, self._words, self._slot)
 
     def count_steps(self, optimizer: ModuleType) -> None:
@@ -198,7 +203,6 @@ class Marks:
     def _with_marks(self, handler: Handler) -> Handler:
         def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
             self.mark(layout.MEETING)
-            has_store = False
             foreign = bool(args) and self._is_foreign(str(args[0]))
             if foreign:
                 os.environ[USE_AGENT_STORE] = "False"
@@ -207,13 +211,10 @@ class Marks:
                     if foreign:
                         os.environ[USE_AGENT_STORE], foreign = "True", False
                     self.mark(layout.STORE)
-                    has_store = True
                     yield found
             finally:
                 if foreign:
                     os.environ[USE_AGENT_STORE] = "True"
-                if has_store:
-                    self.mark(layout.GROUP)
 
         return rendezvous
 
