@@ -268,6 +268,12 @@ register_optimizer_step_post_hook = hooks.append
 """
 
 
+PRETENDED_BACKWARD = """
+def backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None):
+    tensors()
+"""
+
+
 def pretend_torch(folder: Path, torch: str) -> None:
     """A torch whose optimizers have nothing but hooks."""
     package = folder / "torch" / "optim"
@@ -291,6 +297,36 @@ print(os.wait()[1])
 """
     assert run(board, tmp_path, source) == "0\n"
     assert words(board) == [0] * len(MARKS)
+
+
+def test_a_backward_of_another_thread_adds_no_time_since_the_start_of_the_machine(board: Board, tmp_path: Path) -> None:
+    pretend_torch(tmp_path, COMPILES_NOTHING)
+    (tmp_path / "torch" / "autograd.py").write_text(PRETENDED_BACKWARD)
+    source = """
+import threading, time
+now_ns, began_ns, entered, leave, turns = time.monotonic_ns, time.monotonic_ns(), threading.Event(), threading.Event(), []
+def turn_of_the_other():
+    if turns:
+        turns.pop()()
+    return now_ns()
+time.monotonic_ns = turn_of_the_other
+import torch.autograd
+from torch.optim.optimizer import hooks
+(step_is_done,) = hooks
+step_is_done()
+def wait():
+    entered.set()
+    leave.wait()
+other = threading.Thread(target=torch.autograd.backward, args=(wait,))
+turns.append(lambda: (other.start(), entered.wait()))
+torch.autograd.backward(int)
+leave.set()
+other.join()
+step_is_done()
+print(now_ns() - began_ns)
+"""
+    lived_ns = int(run(board, tmp_path, source))
+    assert own_s(board) <= 2 * lived_ns / 1e9, "as much as both threads have lived"
 
 
 def test_finders_that_have_something_around_them(board: Board, tmp_path: Path) -> None:

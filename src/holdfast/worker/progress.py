@@ -124,13 +124,14 @@ class _StepCounter:
                 inputs: Any = None,
             ) -> Any:
                 nonlocal since_ns, own_ns
-                if not since_ns or not ours:
+                begin_ns = since_ns  # read once: a backward of another thread may begin after the check
+                if not begin_ns or not ours:
                     try:
                         return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
                     except BaseException as error:
                         _hide_this_frame(error)
                         raise
-                own_ns += now_ns() - since_ns
+                own_ns += now_ns() - begin_ns
                 since_ns = 0  # a backward inside this one (checkpointing) is part of it
                 try:
                     return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
