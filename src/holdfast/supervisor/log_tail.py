@@ -239,11 +239,11 @@ class StreamTail:
         return self.prefix + tame(text) if text else b""
 
     def _read(self) -> bytes:
-        chunk = b""
+        chunk, torn = b"", False
         try:
             size = self.followed.size_bytes
             if size < self._offset:  # the worker truncated it
-                self._offset = 0
+                self._offset, torn = 0, True
             before, missing_bytes = -1, 0
             # Again, if only bytes were passed over.
             while not chunk and before < self._offset < size:
@@ -255,9 +255,10 @@ class StreamTail:
             return b""
         self.read_bytes += len(chunk)
         if missing_bytes:
-            newline = b"\n" if self._cutter.partial else b""
-            chunk = b"%sholdfast: %d bytes of output are missing here\n%s" % (newline, missing_bytes, chunk)
-        return chunk
+            chunk = b"holdfast: %d bytes of output are missing here\n%s" % (missing_bytes, chunk)
+        # The rest of the unfinished line will never come: what is there now must not become its end.
+        ends_line = (torn or missing_bytes > 0) and self._cutter.partial != b""
+        return b"\n" + chunk if ends_line else chunk
 
     def _without_repeat(self, lines: bytes) -> bytes:
         """A line whose last state was shown as progress is not shown again."""
