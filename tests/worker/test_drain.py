@@ -221,6 +221,15 @@ def test_where_it_began_and_where_it_is(board: Board) -> None:
     assert board.job_steps(0) == (-1, -1)
 
 
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [("3.0, of=1250.0", (3, 1250)), ("3, of=float('inf')", (0, 0)), ("2**64 - 1, of=2**64", (0, 0))],
+)
+def test_any_numbers_of_0_or_more_are_taken(board: Board, said: str, known: tuple[int, int]) -> None:
+    run(f"from holdfast.worker import at_step\nat_step({said})", board.address(0))
+    assert board.job_position([0]) == known
+
+
 def test_how_many_steps_there_will_be_is_said_once(board: Board) -> None:
     assert board.job_position([0, 1]) == (0, 0)
     for rank, said in enumerate(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Callback = TypeVar("Callback", bound=Callable[[], object])
 
+WORD_END = 1 << 8 * layout.WORD_BYTES
+"""The smallest number that a word of the board is too short for."""
 READ_AGAIN_S = 0.001
 """Pause between two reads of the board by a worker that is held at a safe point until the agents agree."""
 
@@ -40,6 +42,12 @@ def _words_of(path: str) -> memoryview | None:
             os.close(fd)
     except OSError:
         return None
+
+
+def _word(number: float) -> int:
+    """This number of 0 or more as a word of the board: a script may count in floats (`epochs * samples / batch`).
+    Returns 0 (unknown) if it is too large, as the steps of a loop without end (inf) are."""
+    return int(number) if number < WORD_END else 0
 
 
 # --- signs of progress ------------------------------------------------------------------------------------------------
@@ -75,10 +83,10 @@ class _Beats:
         words = self._words
         if words is not None and os.getpid() == self._pid:
             if of is not None:
-                words[self._slot + layout.TOTAL] = of
-            words[self._slot + layout.AT] = step + 1
+                words[self._slot + layout.TOTAL] = _word(of)
+            words[self._slot + layout.AT] = _word(step + 1)
             if not words[self._slot + layout.BEGAN_AT]:
-                words[self._slot + layout.BEGAN_AT] = step + 1
+                words[self._slot + layout.BEGAN_AT] = _word(step + 1)
 
     def wait_as_spare(self, waits: bool) -> None:
         words = self._words
