@@ -8,6 +8,7 @@ Reading happens only when the destination has room, so a blocked console costs n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -24,6 +25,9 @@ from holdfast.supervisor.log_fold import (
     keep_matching,
     tame,
 )
+
+NOTIFICATIONS_BYTES_MAX = 64 * 1024
+"""Number of bytes of notifications that one read takes at most. A notification has 16."""
 
 
 class ChangeWatch:
@@ -57,12 +61,14 @@ class ChangeWatch:
                 self._libc.inotify_rm_watch(self.fd, handle)
 
     def drain(self) -> None:
-        """Discard the pending notifications; call it before the files are checked."""
-        try:
-            while self.fd >= 0:
-                os.read(self.fd, 65_536)
-        except BlockingIOError:
-            pass
+        """Discard pending notifications; call it before the files are checked.
+
+        One read: where many workers write, new ones come as fast as they are read. Those that are left wake the caller
+        again.
+        """
+        with contextlib.suppress(BlockingIOError):
+            if self.fd >= 0:
+                os.read(self.fd, NOTIFICATIONS_BYTES_MAX)
 
     def close(self) -> None:
         if self.fd >= 0:
