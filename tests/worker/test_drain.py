@@ -96,6 +96,22 @@ def test_all_save_once_at_the_same_one_and_go_on(board: Board) -> None:
     assert [save for _, save in wanted] == [True, False, False, True, False, False]
 
 
+def test_another_save_is_agreed_while_a_slow_rank_is_on_its_way_to_the_first(board: Board) -> None:
+    fast, slow = ranks = [SafePoints(board.address(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.reach()
+    for _ in range(2):
+        board.hold()
+        board.release(board.reached() + 1, save=True)
+        fast.reach()
+        assert fast.save_wanted()
+    assert [(slow.reach(), slow.save_wanted()) for _ in range(3)] == [(False, True), (False, True), (False, False)]
+    board.begin_again()
+    for rank in ranks:
+        rank.begin_again()
+    assert not any(rank.reach() or rank.save_wanted() for _ in range(9) for rank in ranks), "of another generation"
+
+
 def test_a_held_worker_waits_and_goes_on(board: Board) -> None:
     rank = SafePoints(board.address(0))
     rank.reach()

@@ -89,7 +89,7 @@ class Board:
         """Let the workers continue and stop at this safe point, or save there and go on; 0: they only continue."""
         # The target before the permission: a worker that continues has to see it.
         if safe_point:
-            self._words[layout.SAVE_POINT if save else layout.SAFE_POINT] = safe_point
+            self._words[layout.save_word(safe_point) if save else layout.SAFE_POINT] = safe_point
         self._words[layout.HELD] = 0
 
     def clear(self, local_rank: int) -> None:
@@ -105,7 +105,8 @@ class Board:
     def begin_again(self) -> None:
         """Prepare the board for another generation of the same workers, which counts safe points and steps from 0. Call
         it while all of them wait."""
-        self._words[layout.HELD] = self._words[layout.SAFE_POINT] = self._words[layout.SAVE_POINT] = 0
+        for word in (layout.HELD, layout.SAFE_POINT, *map(layout.save_word, range(layout.SAVE_POINTS_MAX))):
+            self._words[word] = 0
         self._began_ns = time.monotonic_ns()
         for rank in range(self._nproc):
             at = layout.slot(rank)

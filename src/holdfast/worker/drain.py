@@ -184,7 +184,7 @@ class _Slot:
     def save_wanted(self) -> bool:
         """Whether to save at the newest safe point."""
         self._words[self._slot + layout.SAVES] = 1
-        return 0 < self._words[layout.SAVE_POINT] == self._reached
+        return 0 < self._words[layout.save_word(self._reached)] == self._reached
 
     def begin_again(self) -> None:
         """Count safe points from 0, as all workers of a new generation do. The agent resets the board's words."""
