@@ -373,7 +373,9 @@ def all_gather(tensor_list, tensor, group=None):
     except RuntimeError as error: raise ValueError("in the wrapper") from error
 """
 CALLS = """
-from lib.torch.distributed.distributed_c10d import Tensor, all_gather
+import os, sys
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "lib"))
+from torch.distributed.distributed_c10d import Tensor, all_gather
 def step():
     batch, rate = Tensor(8, 4), 0.1
     all_gather([Tensor(4), Tensor(4)], Tensor(5))
@@ -383,9 +385,11 @@ step()
 
 
 def test_the_collective_in_which_an_exception_was_raised_is_recorded_with_its_shapes(tmp_path: Path) -> None:
-    programs, folder = tmp_path / "programs", tmp_path / "errors"
+    """Also of a script in a folder that is called torch."""
+    programs, folder = tmp_path / "torch", tmp_path / "errors"
     package = programs / "lib" / "torch" / "distributed"
     package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
     folder.mkdir()
     (package / "distributed_c10d.py").write_text(COLLECTIVE)
     (programs / "calls.py").write_text(CALLS)

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import stat
 import sys
 import time
@@ -41,6 +42,7 @@ from holdfast.protocol.board_layout import (
 from holdfast.protocol.rank_progress import (
     COLLECTIVES_MAX,
     DUMP_BYTES_MAX,
+    TORCH,
     Collective,
     Frame,
     KernelWait,
@@ -749,7 +751,7 @@ def _may_handle(sample: RankSample, programs: Mapping[int, bytes]) -> bool:
     index = program_frame(sample.frames)
     if index is None or not program or len(program) > PARSED_BYTES_MAX or sample.waits_for not in _PATIENT:
         return False
-    if any("/torch/" in frame.file for frame in sample.frames[:index]):
+    if any(re.search(TORCH, frame.file) for frame in sample.frames[:index]):
         return False  # it waits in C++, and its handler would run when that returns
     file = sample.frames[index].file
     return _handles(program, tuple(frame.line for frame in sample.frames[index:] if frame.file == file))

@@ -133,7 +133,8 @@ def _tensors_in(trace: TracebackType | None) -> dict[str, str]:
     """The shapes of tensors in the script's variables, by name; inner frames replace outer ones."""
     found: dict[str, str] = {}
     for frame in _frames(trace):
-        if "site-packages" not in _file(frame) and "/torch/" not in _file(frame):
+        module = str(frame.f_globals.get("__name__"))
+        if "site-packages" not in _file(frame) and module.partition(".")[0] != "torch":
             shapes = {key: _shape_of(value) for key, value in frame.f_locals.items() if not key.startswith("_")}
             found |= dict([(key, shape) for key, shape in shapes.items() if shape][:TENSORS_MAX])
     return found
