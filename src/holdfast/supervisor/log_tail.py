@@ -101,7 +101,10 @@ class Sink(Protocol):
         """Whether it takes the next lines now."""
 
     broken: bool
+    """Nobody reads it any more: what is put into it is lost."""
     live: bool
+    """It is a terminal that can draw its last line again: it shows transient lines, and gets no control sequence of a
+    worker but colours."""
 
     def put(self, lines: bytes, transient: bytes | None = None) -> None: ...
 
@@ -164,6 +167,7 @@ class StreamTail:
         self._needles = needles
         self._cutter = LineCutter()
         self._watch_handle: int | None = None
+        """None: it is not open."""
         self._offset = 0
         """Offset in the stream of the next byte to read."""
         self._has_more = False
@@ -302,7 +306,9 @@ class TailGroup:
         self.shown_elsewhere: dict[int, str] | None = None
         """Set from any thread: tracebacks that are shown elsewhere, by rank. None: not known yet."""
         self.turn = 0
+        """Index of the tail that is read next."""
         self._opened = 0
+        """Number of tails that are open: those at the beginning of `tails`, since others are added at its end."""
         self._lock = threading.Lock()
         """Guards `tails`, to which the agent's thread adds."""
 
@@ -350,8 +356,10 @@ class Lane:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.read_bytes = 0
+        """Bytes read so far, of all groups; it only grows."""
         self._groups: deque[TailGroup] = deque()
         self._drawn_at = 0.0
+        """The time at which the transient last line was drawn last."""
         self._owner: StreamTail | None = None
         """The tail whose unfinished line is the transient last line."""
         self._prompt = b""

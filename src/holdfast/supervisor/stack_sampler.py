@@ -61,10 +61,13 @@ FIRST_LOOKS_MAX = 10
 LATER_LOOKS_MAX = 30
 """Number of newest looks whose evidence is kept beside that of the first."""
 TRACE_BYTES_MAX = 64 * 1024 * 1024
+"""Length to which the copy of a flight recorder's trace is cut (bytes)."""
 SPY_S_MAX = 20.0
+"""Limit for py-spy to read the stacks of one worker (s)."""
 SPY_AGAIN_S = 300.0
 """Shortest time between two attaches of py-spy to one worker (s)."""
 SPY_BYTES_MAX = 1_000_000
+"""Length to which the output of py-spy is cut (bytes)."""
 
 TRACE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Variables that name the paths of the flight recorder's files; the second is the older name."""
@@ -91,11 +94,13 @@ class StackFiles:
         self._rank_of = rank_of
         self._started_epoch_s = started_epoch_s
         self._looks = 0
+        """Number of looks whose evidence was kept, or could not be written."""
         self._traces: dict[int, float] = {}
         """The time of change of the trace that was copied for each rank (epoch s), by rank."""
         self._spied_s: dict[int, float] = {}
         """The time at which py-spy last attached to each worker (monotonic s), by local rank."""
         self._spying: asyncio.Task[None] | None = None
+        """It appends native stacks, or has ended; None: nothing was begun since the last pause."""
 
     def keep(self, folder: Path, samples: Sequence[RankSample], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
         """Write the evidence of one look, and enter its path in each sample. `texts`: all threads of each local rank.
@@ -298,7 +303,7 @@ class Tally(Struct, frozen=True):
 
 
 class _RankLook(Struct):
-    """One worker during a look."""
+    """One worker during a look. Fields without a description are those of RankSample that have the same name."""
 
     local_rank: int
     pid: int
@@ -420,7 +425,7 @@ class StackSampler:
                 async with asyncio.timeout(PARSE_S_MAX):
                     samples = await run_detached(lambda: _with_explanations(samples, programs))
             if may := [sample for sample in samples if _may_handle(sample, programs)]:
-                handled = await run_detached(lambda: self._ask_handled(may))
+                handled = await run_detached(lambda: self._handled_exceptions(may))
                 samples = tuple(structs.replace(each, handles=handled.get(each.local_rank, "")) for each in samples)
 
             recorders = {sample.local_rank: self._board.recorder(sample.local_rank) for sample in samples}
@@ -455,7 +460,7 @@ class StackSampler:
             awaited_by_threads=by_threads,
         )
 
-    def _ask_handled(self, samples: Sequence[RankSample]) -> dict[int, str]:
+    def _handled_exceptions(self, samples: Sequence[RankSample]) -> dict[int, str]:
         """Ask these workers for the exceptions that they handle, all at once: one that handles none writes nothing.
         Returns the answers by local rank. Each is asked once at each place: the answer takes its main thread a moment,
         unlike its stack. Blocks."""
@@ -662,6 +667,7 @@ def _answered(look: _RankLook) -> bool:
     """Whether this worker has written everything that it will write."""
     now_s, size = time.monotonic(), os.fstat(look.fd).st_size
     signals = processes.signals(f"{look.pid}/task/{look.task}")
+    # The dump grows, or the handler has not begun (pending) or has not returned (the kernel blocks its signal).
     if size != look.size or signals.pending(look.signum) or signals.blocks(look.signum):
         look.size, look.still_since_s = size, now_s
         return False

@@ -61,6 +61,7 @@ class _Beats:
         self._slot = 0
         """Index of the slot's first word on the board."""
         self._words = self._open(os.environ.get(layout.BOARD_VARIABLE, ""))
+        """None: this process is no worker, or its agent is gone."""
 
     def _open(self, address: str) -> memoryview | None:
         path, _, slot = address.rpartition("@")
@@ -202,6 +203,7 @@ class SafePoints:
     def __init__(self, address: str) -> None:
         """`address` is the value of HOLDFAST_BOARD; empty: no agent will ever ask to stop."""
         self._address = address
+        """Empty, too, once it is known that this process has no slot there."""
         self._slot: _Slot | None = None
         """This process's slot, from the first safe point on."""
         self._callbacks: list[Callable[[], object]] = []

@@ -5,7 +5,8 @@ names `layout` (protocol/board_layout.py), `profiled` and `recorded`. Hooks torc
 never imports it:
 
 - `register_optimizer_step_post_hook`, torch's public global hook, counts steps, at about 0.5 microseconds each.
-  Steps of an optimizer that is itself compiled (torch.compile) are not seen.
+  Steps of an optimizer that is itself compiled (torch.compile) are not seen. Two optimizers make two steps, also if
+  one steps the other (ZeroRedundancyOptimizer): no hook says where a step ends that has raised.
 - `torch.autograd.backward`, which Tensor.backward calls too, gets a wrapper that adds up the time before it: the work
   of the rank alone, because in backward it waits for others.
 - The handlers of `init_process_group`'s rendezvous are generators: their begin and their answer are the moments around
@@ -103,6 +104,7 @@ class _StepCounter:
                 return
             count += 1
             since_ns = now_ns()
+            # The count comes last: whoever reads it finds what belongs to it.
             words[own] = own_ns
             words[last] = since_ns
             words[steps] = count
@@ -110,7 +112,7 @@ class _StepCounter:
                 words[first] = since_ns
             if words[ordered] or profiling:
                 profiling = follow_order(words[ordered], True)
-                since_ns = now_ns()
+                since_ns = now_ns()  # to begin or end a profile is no work of the rank
 
         def around(original: Any) -> Any:
             import functools
@@ -349,7 +351,7 @@ def _call_after(loader: Any, hook: Callable[[ModuleType], None]) -> None:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            del loader.exec_module  # first: the program's own code must not find our function
             execute(module)
             hook(module)
 
