@@ -484,3 +484,19 @@ def test_faulthandler_is_on(tmp_path: Path) -> None:
     code, _, err = run(["-u", BOOTSTRAP, "script", "faults.py"], tmp_path, {})
     assert code == -6
     assert "Fatal Python error: Aborted" in err
+
+
+WITHOUT_FILES = """
+from holdfast.protocol import board_layout
+from holdfast.worker import bootstrap
+print(bootstrap._take_profiles("/proc/0/fd/3@24", board_layout, "/removed")(1, True))
+print(bootstrap._answer_about_collectives("/proc/0/fd/3@24", board_layout, "/removed")(object(), memoryview(b""), 24))
+"""
+
+
+def test_a_holdfast_that_is_replaced_on_the_disk_while_a_job_runs_ends_no_training() -> None:
+    """Its observers are loaded late: at the first group, and at the first order for a profile."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, timeout=limit_s(30), check=True
+    )
+    assert done.stdout == "False\nNone\n"
