@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import resource
 import signal
 import sys
 import threading
@@ -497,6 +498,25 @@ def test_what_nccl_has_recorded(
     look(board, start("", line=line), start("", 1, line=line), folder=tmp_path)
     assert [path.name for path in (tmp_path / "stacks").glob("*nccl*")] == ["gen3_nccl_trace_rank5"]
     assert (tmp_path / "stacks" / "gen3_nccl_trace_rank5").read_bytes() == b"of this one"
+
+
+def test_a_full_disk_leaves_the_earlier_copy_of_a_trace_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    files = StackFiles(3, int, 0.0)
+    (tmp_path / "trace_0").write_bytes(b"earlier")
+    files._copy_trace(kept, 0)
+    (tmp_path / "trace_0").write_bytes(b"x" * 2_000_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # a longer file fails as on a full disk
+    try:
+        files._copy_trace(kept, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [(path.name, path.read_bytes()) for path in kept.iterdir()] == [("gen3_nccl_trace_rank0", b"earlier")]
+    files._copy_trace(kept, 0)
+    assert (kept / "gen3_nccl_trace_rank0").stat().st_size == 2_000_000, "when there is room again"
 
 
 def test_native_stacks_where_py_spy_is(

@@ -158,7 +158,13 @@ class StackFiles:
                 return False
             if self._traces.get(rank) == found.st_mtime:  # copied already
                 return True
-            (at / f"gen{self.generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
+            copy = at / f"gen{self.generation}_nccl_trace_rank{rank}"
+            part = copy.with_name(f".{copy.name}")
+            try:  # whole or not at all: a part of it cannot be read, and must not replace an earlier copy
+                part.write_bytes(file.read(TRACE_BYTES_MAX))
+                part.replace(copy)
+            finally:
+                part.unlink(missing_ok=True)
         self._traces[rank] = found.st_mtime
         return True
 
