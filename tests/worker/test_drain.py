@@ -329,6 +329,24 @@ def test_it_never_raises(address: str | None) -> None:
     run(BEATS, address)
 
 
+def test_a_callback_may_be_registered_before_the_worker_is_forked(board: Board) -> None:
+    """As by a module that --preload imports: the fork server gives up where a variable of the worker's own is read."""
+    source = f"""
+import os
+from holdfast import worker
+worker.on_stop(lambda: os._exit(7))
+if os.fork() == 0:
+    os.setsid()
+    os.environ["{BOARD_VARIABLE}"] = "{board.address(0)}"
+    worker.should_stop()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+"""
+    board.release(1)
+    run(source, None)
+    assert board.stop_seen(0)
+
+
 def test_stages_in_their_order(board: Board) -> None:
     told = [board.progress(time.monotonic_ns())[0].stage]
     for mark in (layout.MEETING, layout.STORE, layout.GROUP, layout.STEPS):

@@ -200,8 +200,9 @@ class _Slot:
 class SafePoints:
     """The safe points of one process. A program uses the functions below, which share one object of this class."""
 
-    def __init__(self, address: str) -> None:
-        """`address` is the value of HOLDFAST_BOARD; empty: no agent will ever ask to stop."""
+    def __init__(self, address: str | None = None) -> None:
+        """`address` is the value of HOLDFAST_BOARD; empty: no agent will ever ask to stop. None: it is read at the
+        first safe point, since modules that register callbacks may be imported before the worker is forked."""
         self._address = address
         """Empty, too, once it is known that this process has no slot there."""
         self._slot: _Slot | None = None
@@ -233,8 +234,9 @@ class SafePoints:
 
     def _opened(self) -> bool:
         """Whether this process has a slot; it is opened at the first call."""
-        if self._slot is None and self._address:
-            self._slot = _open(self._address)
+        if self._slot is None and self._address != "":
+            address = os.environ.get(layout.BOARD_VARIABLE, "") if self._address is None else self._address
+            self._slot = _open(address) if address else None
             if self._slot is None:
                 self._address = ""
         return self._slot is not None and self._slot.own
@@ -275,15 +277,8 @@ def _open(address: str) -> _Slot | None:
     return _Slot(words, int(slot))
 
 
-_safe_points: SafePoints | None = None
-"""One per process, made at the first call: a worker may be forked from a process that is no worker."""
-
-
-def _own_safe_points() -> SafePoints:
-    global _safe_points  # noqa: PLW0603
-    if _safe_points is None:
-        _safe_points = SafePoints(os.environ.get(layout.BOARD_VARIABLE, ""))
-    return _safe_points
+_safe_points = SafePoints()
+"""A forked process keeps the callbacks, and has no slot if its parent has one."""
 
 
 def should_stop() -> bool:
@@ -302,7 +297,7 @@ def should_stop() -> bool:
                 save(step + 1)
                 sys.exit(0)
     """
-    return _own_safe_points().reach()
+    return _safe_points.reach()
 
 
 def should_save() -> bool:
@@ -316,23 +311,23 @@ def should_save() -> bool:
 
     It costs about a microsecond. Without holdfast it is always False.
     """
-    return _own_safe_points().save_wanted()
+    return _safe_points.save_wanted()
 
 
 def asked() -> bool:
     """Whether all ranks are being asked to stop at a safe point. A rank that makes no steps, as a spare, calls
     should_stop() only then: otherwise it would be ahead of the others, who had to come to the same safe point."""
-    return _own_safe_points().asked
+    return _safe_points.asked
 
 
 def stopping() -> bool:
     """Whether `should_stop()` has returned True."""
-    return _own_safe_points().stopping
+    return _safe_points.stopping
 
 
 def begin_again() -> None:
     """Count safe points from 0: this worker goes on in another generation. `ht.survive` calls it."""
-    _own_safe_points().begin_again()
+    _safe_points.begin_again()
 
 
 def before_stop(callback: Callable[[], object] | None) -> None:
@@ -340,12 +335,12 @@ def before_stop(callback: Callable[[], object] | None) -> None:
 
     If it raises, all go on in another generation, and the callbacks of `on_stop` stay. `ht.survive` calls it.
     """
-    _own_safe_points().before_stop = callback
+    _safe_points.before_stop = callback
 
 
 def stop() -> None:
     """Call the callbacks of `on_stop`: this worker ends here, though its `should_stop()` does not return."""
-    _own_safe_points().stop()
+    _safe_points.stop()
 
 
 def on_stop(callback: Callback) -> Callback:
@@ -353,5 +348,5 @@ def on_stop(callback: Callback) -> Callback:
 
     Works as a decorator. An exception of a callback leaves `should_stop()`.
     """
-    _own_safe_points().on_stop(callback)
+    _safe_points.on_stop(callback)
     return callback
