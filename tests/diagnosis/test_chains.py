@@ -248,3 +248,5 @@ def test_a_group_of_exceptions_that_were_never_raised_has_its_own_place() -> Non
         "    | ValueError", '    |   File "/data/job/data.py", line 3, in row\n    | ValueError'
     )
     assert ExceptionText(structs.replace(failure, traceback=raised)).place == "data.py:3"
+    in_torch = structs.replace(failure, traceback=raised.replace("/data/job/", "/data/torch/"))
+    assert ExceptionText(in_torch).place == "data.py:3", "a folder may have the name of the library"

@@ -102,6 +102,9 @@ def test_every_beginning_of_a_dump_can_be_read() -> None:
         ("/usr/lib/python3.11/site-packages/torch/nn/modules/linear.py", True),
         ("/usr/lib/python3/dist-packages/numpy/core.py", True),
         ("/src/pytorch/torch/_tensor.py", True),
+        ("/src/pytorch/torch/nn/modules/linear.py", True),
+        ("/data/torch/train.py", False),
+        ("/opt/conda/envs/torch/lib/python3.11/threading.py", True),
         ("/opt/holdfast/train/group.py", True),
     ],
 )
@@ -116,6 +119,8 @@ def test_a_program_that_is_an_installed_package() -> None:
     assert program_frame((torch, package, runpy)) == 1
     assert program_frame((torch, runpy)) is None
     assert program_frame((torch, package, Frame("/srv/run.py", 1, "<module>"))) == 2
+    conda = Frame("/opt/conda/envs/torch/lib/python3.11/site-packages/llm/train.py", 7, "main")
+    assert program_frame((torch, conda, runpy)) == 1
 
 
 def test_of_one_thread_alone() -> None:

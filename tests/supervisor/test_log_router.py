@@ -326,6 +326,20 @@ def test_a_truncated_file_is_read_from_its_start(pipe: PipeConsole, tmp_path: Pa
     until(lambda: pipe.out.endswith(b"n1:100| after\n"), "the router to have done it")
 
 
+def test_an_unfinished_line_of_a_truncated_file_does_not_go_on_in_the_next_one(
+    pipe: PipeConsole, tmp_path: Path
+) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0)
+    node.write(0, b"whole\nthe loss is 0.")
+    until(lambda: b"whole" in pipe.out, "the router to have read it")
+    fd = node.workers[0].fds.stdout
+    assert fd is not None
+    os.ftruncate(fd, 0)
+    node.write(0, b"7 ranks\n")
+    assert node.end()
+    until(lambda: bytes(pipe.out) == b"n1:100| whole\nn1:100| the loss is 0.\nn1:100| 7 ranks\n", "both lines")
+
+
 def test_without_inotify_files_are_polled(pipe: PipeConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refused(log_tail.ChangeWatch):
         def __init__(self) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.seqpacket import is_readable
 from holdfast.supervisor import log_spool
 from holdfast.supervisor.log_spool import LogMover, Spool
+from holdfast.supervisor.log_tail import NOTIFICATIONS_BYTES_MAX, ChangeWatch
 from holdfast.supervisor.supervisor import move_rest
 from tests.support.limits import limit_s, until
 
@@ -257,3 +259,19 @@ def test_what_the_agent_had_dropped_is_said_by_the_supervisor(path: Path, tmp_pa
         assert note is not None
         whole_bytes = len(b"moved\n" + b"not moved\n" * 100_000 + b"dropped\n" * 4_000_000 + b"last\n")
         assert len(text) - len(note[0]) + int(missing[0]) == whole_bytes
+
+
+def test_many_notifications_are_read_one_piece_at_a_time(tmp_path: Path) -> None:
+    """New ones may come as fast as they are read: a read to the last one would never end."""
+    watch = ChangeWatch()
+    with (tmp_path / "one").open("wb", buffering=0) as one, (tmp_path / "other").open("wb", buffering=0) as other:
+        watch.add(tmp_path / "one")
+        watch.add(tmp_path / "other")
+        for _ in range(NOTIFICATIONS_BYTES_MAX // 32 + 1):  # two of 16 bytes each
+            one.write(b"x")
+            other.write(b"x")
+        watch.drain()
+        assert is_readable(watch.fd), "the rest wakes the caller again"
+        watch.drain()
+        assert not is_readable(watch.fd)
+    watch.close()

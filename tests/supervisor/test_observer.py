@@ -33,7 +33,7 @@ class Post:
         self.observer.start(Start(3, "127.0.0.1", 1, 0.01), self.board, int, self.report)
 
     def report(self, generation: int) -> WorkersProgress:
-        return WorkersProgress(generation, self.board.progress(0), *self.board.job_position())
+        return WorkersProgress(generation, self.board.progress(0), *self.board.job_position([0]))
 
     def _emit(self, event: Event) -> None:
         self.told.append(event)
@@ -86,11 +86,11 @@ def test_a_spare_is_told_as_one_and_its_old_step_is_not_the_jobs() -> None:
             board._words[layout.slot(rank) + layout.AT] = step + 1
             board._words[layout.slot(rank) + layout.TOTAL] = 100
         board._words[layout.slot(1) + layout.BEATS] = 5
-        assert board.job_position() == (30, 100)
+        assert board.job_position([0, 1]) == (30, 100)
         board._words[layout.slot(0) + layout.SAVES] = 1
         assert not board.all_save([0, 1])
         board._words[layout.slot(1) + layout.SPARE] = 1
-        assert board.job_position() == (50, 100)
+        assert board.job_position([0, 1]) == (50, 100)
         assert board.all_save([0, 1])
         assert [each.stage for each in board.progress(0)] == [Stage.STARTING, Stage.SPARE]
     finally:

@@ -148,3 +148,21 @@ def test_a_kernel_that_does_not_say_where_the_command_line_is(monkeypatch: pytes
     monkeypatch.setattr(processes, "process_stat", lambda _: stat._replace(fields=stat.fields[:41]))
     processes.set_command_line(b"another")
     assert Path("/proc/self/cmdline").read_bytes() == line
+
+
+def test_a_worker_s_files_on_a_disk_that_stalls_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker has many files open, and their numbers are above that of the file for stacks."""
+
+    stat = os.stat
+
+    def status(path: str) -> os.stat_result:
+        assert os.readlink(path).startswith("/memfd:"), "the status of any other file may wait for its disk"
+        return stat(path)
+
+    stacks = os.memfd_create("stacks")
+    with (tmp_path / "shard").open("wb"), monkeypatch.context() as patch:
+        patch.setattr(os, "stat", status)
+        assert processes.has_open(os.getpid(), stacks)
+    os.close(stacks)

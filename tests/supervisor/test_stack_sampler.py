@@ -5,22 +5,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import LOOK_SIGNAL
-from holdfast.protocol.rank_progress import Collective, KernelWait, RankSample
+from holdfast.protocol.rank_progress import Collective, KernelWait, Polling, RankSample
 from holdfast.supervisor import processes
 from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.kernel_wait import is_connecting
-from holdfast.supervisor.stack_sampler import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles, StackSampler, Tally
+from holdfast.supervisor.stack_sampler import (
+    FIRST_LOOKS_MAX,
+    LATER_LOOKS_MAX,
+    StackFiles,
+    StackSampler,
+    Tally,
+    _polled,
+    _recorded,
+)
 from tests.supervisor.conftest import no_threads
 from tests.supervisor.looks import (
     HOLDS_THE_LOCK,
@@ -396,6 +406,22 @@ def test_a_program_read_from_a_pipe_is_not_read_again(board: Board, start: Start
     assert sample.source == ""
 
 
+def test_code_that_belongs_to_no_line_has_no_source(board: Board, start: Start) -> None:
+    """Compilers make such code. Line 0 is not the last line of the file."""
+    source = "import time\ndef waits():\n    print('up')\n    time.sleep(600)\n"
+    process = start(source + "waits.__code__ = waits.__code__.replace(co_linetable=b'')\nwaits()")
+    until(lambda: functions(look(board, process)[0])[:1] == [("waits", 0)], "the worker to be where it stays")
+    assert look(board, process)[0].source == ""
+
+
+def test_a_program_that_python_warns_of_or_cannot_parse_is_no_trouble_of_the_agents() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert _polled(b'pattern = "\\d"', (1,)) == (Polling.NOTHING, "")
+        assert _polled(b"-" * 20_000 + b"1", (1,)) == (Polling.NOTHING, "")
+    assert shown == []
+
+
 def test_what_a_worker_has_copied_is_counted(board: Board, start: Start, tmp_path: Path) -> None:
     process = start(SLEEPS)
     (before,) = look(board, process)
@@ -472,6 +498,25 @@ def test_what_nccl_has_recorded(
     look(board, start("", line=line), start("", 1, line=line), folder=tmp_path)
     assert [path.name for path in (tmp_path / "stacks").glob("*nccl*")] == ["gen3_nccl_trace_rank5"]
     assert (tmp_path / "stacks" / "gen3_nccl_trace_rank5").read_bytes() == b"of this one"
+
+
+def test_a_full_disk_leaves_the_earlier_copy_of_a_trace_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    files = StackFiles(3, int, 0.0)
+    (tmp_path / "trace_0").write_bytes(b"earlier")
+    files._copy_trace(kept, 0)
+    (tmp_path / "trace_0").write_bytes(b"x" * 2_000_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # a longer file fails as on a full disk
+    try:
+        files._copy_trace(kept, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [(path.name, path.read_bytes()) for path in kept.iterdir()] == [("gen3_nccl_trace_rank0", b"earlier")]
+    files._copy_trace(kept, 0)
+    assert (kept / "gen3_nccl_trace_rank0").stat().st_size == 2_000_000, "when there is room again"
 
 
 def test_native_stacks_where_py_spy_is(
@@ -668,6 +713,21 @@ def test_a_worker_whose_main_thread_waits_answers_which_collective_it_is_in(
         (sample,) = look(board, process, folder=tmp_path, times=times)
         assert sample.collectives == (Collective("default_pg", 812, "all_reduce", "[4096] float32"),)
     assert "collective 812 of default_pg: all_reduce [4096] float32, not done\n" in Path(sample.file).read_text()
+
+
+def test_an_exception_with_the_bytes_of_a_file_name_does_not_cost_the_collectives(board: Board, start: Start) -> None:
+    then = "print('up')\ntry:\n    raise ValueError(os.fsdecode(b'shard \\xff'))\nexcept ValueError:\n"
+    process = start(recorded(then + "    threading.Event().wait()"))
+    (sample,) = look(board, process)
+    assert sample.collectives == (Collective("default_pg", 812, "all_reduce", "[4096] float32"),)
+    assert sample.handles.startswith("ValueError: shard ?, raised at ")
+
+
+def test_an_answer_that_is_no_text_is_none() -> None:
+    fd = os.memfd_create("stacks")
+    os.write(fd, b'{"number": 1, "collectives": [], "handles": "\xff"}\n')
+    assert _recorded(fd, 1) is None
+    os.close(fd)
 
 
 def test_a_worker_that_keeps_the_interpreters_lock_does_not_answer_and_has_its_stack(

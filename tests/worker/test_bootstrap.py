@@ -373,7 +373,9 @@ def all_gather(tensor_list, tensor, group=None):
     except RuntimeError as error: raise ValueError("in the wrapper") from error
 """
 CALLS = """
-from lib.torch.distributed.distributed_c10d import Tensor, all_gather
+import os, sys
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "lib"))
+from torch.distributed.distributed_c10d import Tensor, all_gather
 def step():
     batch, rate = Tensor(8, 4), 0.1
     all_gather([Tensor(4), Tensor(4)], Tensor(5))
@@ -383,9 +385,11 @@ step()
 
 
 def test_the_collective_in_which_an_exception_was_raised_is_recorded_with_its_shapes(tmp_path: Path) -> None:
-    programs, folder = tmp_path / "programs", tmp_path / "errors"
+    """Also of a script in a folder that is called torch."""
+    programs, folder = tmp_path / "torch", tmp_path / "errors"
     package = programs / "lib" / "torch" / "distributed"
     package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
     folder.mkdir()
     (package / "distributed_c10d.py").write_text(COLLECTIVE)
     (programs / "calls.py").write_text(CALLS)
@@ -480,3 +484,19 @@ def test_faulthandler_is_on(tmp_path: Path) -> None:
     code, _, err = run(["-u", BOOTSTRAP, "script", "faults.py"], tmp_path, {})
     assert code == -6
     assert "Fatal Python error: Aborted" in err
+
+
+WITHOUT_FILES = """
+from holdfast.protocol import board_layout
+from holdfast.worker import bootstrap
+print(bootstrap._take_profiles("/proc/0/fd/3@24", board_layout, "/removed")(1, True))
+print(bootstrap._answer_about_collectives("/proc/0/fd/3@24", board_layout, "/removed")(object(), memoryview(b""), 24))
+"""
+
+
+def test_a_holdfast_that_is_replaced_on_the_disk_while_a_job_runs_ends_no_training() -> None:
+    """Its observers are loaded late: at the first group, and at the first order for a profile."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, timeout=limit_s(30), check=True
+    )
+    assert done.stdout == "False\nNone\n"

@@ -96,6 +96,22 @@ def test_all_save_once_at_the_same_one_and_go_on(board: Board) -> None:
     assert [save for _, save in wanted] == [True, False, False, True, False, False]
 
 
+def test_another_save_is_agreed_while_a_slow_rank_is_on_its_way_to_the_first(board: Board) -> None:
+    fast, slow = ranks = [SafePoints(board.address(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.reach()
+    for _ in range(2):
+        board.hold()
+        board.release(board.reached() + 1, save=True)
+        fast.reach()
+        assert fast.save_wanted()
+    assert [(slow.reach(), slow.save_wanted()) for _ in range(3)] == [(False, True), (False, True), (False, False)]
+    board.begin_again()
+    for rank in ranks:
+        rank.begin_again()
+    assert not any(rank.reach() or rank.save_wanted() for _ in range(9) for rank in ranks), "of another generation"
+
+
 def test_a_held_worker_waits_and_goes_on(board: Board) -> None:
     rank = SafePoints(board.address(0))
     rank.reach()
@@ -221,15 +237,32 @@ def test_where_it_began_and_where_it_is(board: Board) -> None:
     assert board.job_steps(0) == (-1, -1)
 
 
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [("3.0, of=1250.0", (3, 1250)), ("3, of=float('inf')", (0, 0)), ("2**64 - 1, of=2**64", (0, 0))],
+)
+def test_any_numbers_of_0_or_more_are_taken(board: Board, said: str, known: tuple[int, int]) -> None:
+    run(f"from holdfast.worker import at_step\nat_step({said})", board.address(0))
+    assert board.job_position([0]) == known
+
+
 def test_how_many_steps_there_will_be_is_said_once(board: Board) -> None:
-    assert board.job_position() == (0, 0)
+    assert board.job_position([0, 1]) == (0, 0)
     for rank, said in enumerate(
         ("at_step(0, of=100); at_step(8)", "at_step(0, of=100); at_step(7); at_step(9, of=90)")
     ):
         run(f"from holdfast.worker import at_step\n{said}", board.address(rank))
-    assert board.job_position() == (8, 100)
+    assert board.job_position([0, 1]) == (8, 100)
     board.clear(0)
-    assert board.job_position() == (9, 90)
+    assert board.job_position([0, 1]) == (9, 90)
+
+
+def test_a_rank_without_which_the_others_go_on_does_not_hold_back_the_jobs_step(board: Board) -> None:
+    for rank in (0, 1):
+        run("from holdfast.worker import at_step\nat_step(0, of=100)\nat_step(5)", board.address(rank))
+    board.begin_again()  # rank 1 was lost
+    run("from holdfast.worker import at_step\nat_step(5)\nat_step(50)", board.address(0))
+    assert board.job_position([0]) == (50, 100)
 
 
 def test_without_a_launcher_it_does_nothing() -> None:
@@ -294,6 +327,24 @@ def test_a_child_has_no_say(board: Board) -> None:
 @pytest.mark.parametrize("address", [None, "", "nonsense", "/proc/1/nothing@16", "/dev/null@16", "@", "/x@y"])
 def test_it_never_raises(address: str | None) -> None:
     run(BEATS, address)
+
+
+def test_a_callback_may_be_registered_before_the_worker_is_forked(board: Board) -> None:
+    """As by a module that --preload imports: the fork server gives up where a variable of the worker's own is read."""
+    source = f"""
+import os
+from holdfast import worker
+worker.on_stop(lambda: os._exit(7))
+if os.fork() == 0:
+    os.setsid()
+    os.environ["{BOARD_VARIABLE}"] = "{board.address(0)}"
+    worker.should_stop()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+"""
+    board.release(1)
+    run(source, None)
+    assert board.stop_seen(0)
 
 
 def test_stages_in_their_order(board: Board) -> None:

@@ -103,6 +103,41 @@ def test_a_group_that_failed_is_none(warm: Warm, board: Board, tmp_path: Path) -
     assert [word > 0 for word in words(board)] == [True, False, False, False, False]
 
 
+def test_a_group_that_failed_after_its_store_is_none(
+    warm: Warm, board: Board, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """The exception is dropped, and with it the rendezvous."""
+    port = free_port()
+    source = f"""
+import datetime, torch.distributed as dist
+served = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+try:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=0.2))
+except Exception: print("failed")
+"""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
+    assert run(board, tmp_path, source, warm, TORCHELASTIC_USE_AGENT_STORE="True", **env) == "failed\n"
+    assert [word > 0 for word in words(board)] == [True, True, False, False, False]
+    assert not board.in_group(0)
+
+
+def test_a_program_that_asks_for_the_store_by_itself_has_no_group_before_it_makes_one(
+    warm: Warm, board: Board, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    source = """
+import torch.distributed as dist
+from holdfast.protocol import board_layout as layout
+from holdfast.worker import drain
+store, rank, world = next(dist.rendezvous("env://"))
+words = drain._words_of(__import__("os").environ["HOLDFAST_BOARD"].partition("@")[0])
+print(words[layout.slot(0) + layout.GROUP])
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+print(words[layout.slot(0) + layout.GROUP] > words[layout.slot(0) + layout.STORE] > 0)
+"""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    assert run(board, tmp_path, source, warm, **env) == "0\nTrue\n"
+
+
 def test_a_compiled_step_has_nothing_of_ours_in_its_graph(warm: Warm, board: Board, tmp_path: Path) -> None:
     source = """
 import torch
@@ -233,6 +268,12 @@ register_optimizer_step_post_hook = hooks.append
 """
 
 
+PRETENDED_BACKWARD = """
+def backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None):
+    tensors()
+"""
+
+
 def pretend_torch(folder: Path, torch: str) -> None:
     """A torch whose optimizers have nothing but hooks."""
     package = folder / "torch" / "optim"
@@ -256,6 +297,36 @@ print(os.wait()[1])
 """
     assert run(board, tmp_path, source) == "0\n"
     assert words(board) == [0] * len(MARKS)
+
+
+def test_a_backward_of_another_thread_adds_no_time_since_the_start_of_the_machine(board: Board, tmp_path: Path) -> None:
+    pretend_torch(tmp_path, COMPILES_NOTHING)
+    (tmp_path / "torch" / "autograd.py").write_text(PRETENDED_BACKWARD)
+    source = """
+import threading, time
+now_ns, began_ns, entered, leave, turns = time.monotonic_ns, time.monotonic_ns(), threading.Event(), threading.Event(), []
+def turn_of_the_other():
+    if turns:
+        turns.pop()()
+    return now_ns()
+time.monotonic_ns = turn_of_the_other
+import torch.autograd
+from torch.optim.optimizer import hooks
+(step_is_done,) = hooks
+step_is_done()
+def wait():
+    entered.set()
+    leave.wait()
+other = threading.Thread(target=torch.autograd.backward, args=(wait,))
+turns.append(lambda: (other.start(), entered.wait()))
+torch.autograd.backward(int)
+leave.set()
+other.join()
+step_is_done()
+print(now_ns() - began_ns)
+"""
+    lived_ns = int(run(board, tmp_path, source))
+    assert own_s(board) <= 2 * lived_ns / 1e9, "as much as both threads have lived"
 
 
 def test_finders_that_have_something_around_them(board: Board, tmp_path: Path) -> None:

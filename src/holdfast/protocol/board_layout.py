@@ -26,8 +26,11 @@ RAISED = 2
 (REPORT_BYTES, native byte order), so that the agent can react before the process has ended."""
 REPORT_BYTES = 4
 
-SAVE_POINT = 3
-"""The safe point at which the workers save and go on, counted as SAFE_POINT; 0: none."""
+SAVE_POINTS = 8
+"""First of SAVE_POINTS_MAX words with the newest safe points at which the workers save and go on, counted as SAFE_POINT
+(see save_word); 0: none. One word would not do: another save may be agreed while a slow rank is still on its way to the
+safe point of this one."""
+SAVE_POINTS_MAX = 8
 
 # A slot's words, relative to its first.
 PID = 0
@@ -102,6 +105,11 @@ sleeping workers get it: a running thread changes its stack while it is read, wh
 LOOK_MAIN_SIGNAL = 61
 """SIGRTMAX - 3: a thread that catches it writes its own stack, and no other. The main thread of a running worker gets
 it: the stack of an interrupted thread does not change."""
+
+
+def save_word(safe_point: int) -> int:
+    """The word of the header that has this number if the workers save at this safe point."""
+    return SAVE_POINTS + safe_point % SAVE_POINTS_MAX
 
 
 def channel_name(inode: int) -> bytes:

@@ -408,10 +408,18 @@ _THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack) \(most
 _FRAME = re.compile(r'^ {2}File (?:"(.*)"|(\?\?\?)), line (\d{1,9}|\?\?\?) in (.*)$')
 _OWN = ("/holdfast/worker/", "/holdfast/extensions/")
 """Frames of the bootstrap and of its wrappers around torch's functions; they are not the program's."""
+TORCH = (
+    r"-packages/torch/|/torch/(?:_|(?:accelerator|amp|ao|autograd|backends|compiler|cpu|cuda|distributed|distributions"
+    r"|export|fft|func|futures|fx|jit|linalg|masked|monitor|mps|mtia|multiprocessing|nested|nn|onnx|optim|package|profiler"
+    r"|quantization|signal|sparse|special|testing|utils|xpu)/|(?:functional|hub|library|overrides|random|serialization"
+    r"|storage)\.py$)"
+)
+"""Pattern of torch's files, installed or in a checkout. A program or its environment may be in a folder `torch` too:
+~/torch/train.py, /opt/conda/envs/torch/lib/python3.11/threading.py."""
 _MACHINERY = re.compile(
-    r"""^<(?!stdin>|string>)                # <frozen runpy>
+    rf"""^<(?!stdin>|string>)                # <frozen runpy>
       | /lib(64)?/python\d[\d.]*/(?!(site|dist)-packages/)
-      | /torch/
+      | {TORCH}
       | /holdfast/(train|worker|extensions|launching)/""",
     re.VERBOSE,
 )

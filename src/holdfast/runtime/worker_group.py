@@ -244,7 +244,7 @@ class WorkerGroup:
         if running is None:
             return WorkersProgress(generation, ())
         running.look_at_processes(self.supervisor)
-        return WorkersProgress(generation, running.progress(), *running.board.job_position())
+        return WorkersProgress(generation, running.progress(), *running.job_position())
 
     def fence(self, at_s: float | None, suspend_at_s: float | None) -> None:
         """Let the supervisor kill the workers at `at_s`, in case this process is stopped or starved, and suspend them

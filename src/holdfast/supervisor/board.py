@@ -47,6 +47,7 @@ class Board:
         self._memory = mmap.mmap(self._fd, layout.size_bytes(nproc))
         self._words = memoryview(self._memory).cast("Q")
         self._began_ns = time.monotonic_ns()
+        """The time at which the workers' generation began: ages count from it until a worker makes a step in it."""
         self._before = [(0, 0, 0)] * nproc
         """Steps, beats and own time (ns) of earlier generations, by local rank."""
         self._stacks: list[int] = []
@@ -89,7 +90,7 @@ class Board:
         """Let the workers continue and stop at this safe point, or save there and go on; 0: they only continue."""
         # The target before the permission: a worker that continues has to see it.
         if safe_point:
-            self._words[layout.SAVE_POINT if save else layout.SAFE_POINT] = safe_point
+            self._words[layout.save_word(safe_point) if save else layout.SAFE_POINT] = safe_point
         self._words[layout.HELD] = 0
 
     def clear(self, local_rank: int) -> None:
@@ -105,7 +106,8 @@ class Board:
     def begin_again(self) -> None:
         """Prepare the board for another generation of the same workers, which counts safe points and steps from 0. Call
         it while all of them wait."""
-        self._words[layout.HELD] = self._words[layout.SAFE_POINT] = self._words[layout.SAVE_POINT] = 0
+        for word in (layout.HELD, layout.SAFE_POINT, *map(layout.save_word, range(layout.SAVE_POINTS_MAX))):
+            self._words[word] = 0
         self._began_ns = time.monotonic_ns()
         for rank in range(self._nproc):
             at = layout.slot(rank)
@@ -173,12 +175,13 @@ class Board:
         at = layout.slot(local_rank)
         return self._words[at + layout.BEGAN_AT] - 1, self._words[at + layout.AT] - 1
 
-    def job_position(self) -> tuple[int, int]:
-        """The step of the whole job, and how many it will have; 0: no worker reports that."""
-        slots = (self._words[layout.slot(rank) :][: layout.SLOT_WORDS] for rank in range(self._nproc))
+    def job_position(self, local_ranks: Iterable[int]) -> tuple[int, int]:
+        """The step of the whole job, and how many it will have, as these workers report it; 0: none reports it. A rank
+        that was lost, and that the generation does without, still has its last step on the board."""
+        slots = (self._words[layout.slot(rank) :][: layout.SLOT_WORDS] for rank in local_ranks)
         # A spare has the step of an earlier generation.
         known = [(slot[layout.AT], slot[layout.TOTAL]) for slot in slots if not slot[layout.SPARE]]
-        # The slowest rank: what the others have begun is not done.
+        # The slowest rank: what the others have begun is not done. AT is one more than the step.
         step, steps = min((each for each in known if all(each)), default=(1, 0))
         return min(step - 1, COUNT_MAX), min(steps, COUNT_MAX)
 
@@ -228,6 +231,7 @@ class Board:
 
 
 PHASE_DIGITS = 4
+"""Number of decimals of a phase's seconds in the journal."""
 LOOK_FIRST_S, LOOK_GROWTH, LOOK_S_MAX = 0.25, 1.5, 10.0
 """Time between two reads of the board until the first step is done (s): the first, its growth, and the longest. Each
 read costs some microseconds."""
@@ -385,6 +389,7 @@ FIRST_S, GROWTH, EVERY_S = 1.0, 2.0, 10.0
 """Time between two events (s): the first, its growth, and the longest. The first is short, so that short runs have
 events too."""
 PROGRESS_DIGITS = 3
+"""Number of decimals of seconds in the event `progress`."""
 
 
 class ProgressNotes:
@@ -456,6 +461,7 @@ class Observer:
         self._emit = emit
         self._folder = folder
         self._generation = 0
+        """The newest generation of the workers that were started last; 0: none were."""
         self._new_sampler: Callable[[], StackSampler] | None = None
         """Makes the sampler of the workers that were started last; None: none were started yet."""
         self._stack_sampler: StackSampler | None = None
@@ -469,7 +475,7 @@ class Observer:
         if self._stack_sampler is not None:
             self._tasks.create_task(self._stack_sampler.close())
             self._stack_sampler = None
-        # Not the time of the first question: what a worker has recorded before it belongs to this generation, too.
+        # Not the time of the first question: a trace that a worker has written before that is of this generation, too.
         started_epoch_s = time.time()
         self._new_sampler = lambda: StackSampler(board, self._generation, rank_of, started_epoch_s)
         self._begin(start, progress)

@@ -94,8 +94,10 @@ class WorkerChannel:
         self._connections: dict[int, socket.socket] = {}
         """The connection of each worker, by local rank."""
         self._early: dict[int, socket.socket] = {}
-        """Connections of processes whose start the supervisor has not reported yet, by process."""
+        """Connections of processes whose start the supervisor has not reported yet, by process. Nothing is read from
+        them before that."""
         self._accept_again: asyncio.TimerHandle | None = None
+        """The timer that was set when no descriptor was left. It may have rung."""
 
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

@@ -368,6 +368,10 @@ class RunningGeneration:
             if each.local_rank in self._taking_part
         )
 
+    def job_position(self) -> tuple[int, int]:
+        """The step of the whole job, and how many it will have, as the workers that take part report it."""
+        return self.board.job_position(self._taking_part)
+
     def _living(self) -> dict[int, int]:
         return {rank: worker.pid for rank, worker in self._workers.items()}
 

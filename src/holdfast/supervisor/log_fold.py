@@ -147,7 +147,7 @@ class _Stream:
         self.rank = rank
         self.texts: list[bytes] = []
         self.keys: list[bytes] = []
-        """The part of each line that must be equal in two equal lines."""
+        """The part of each of `texts` that must be equal in two equal lines."""
         self.next = 0
         """Index of the first line that is not shown yet."""
 
@@ -169,6 +169,7 @@ class LineFold:
         self._arrived: list[_Stream] = []
         """The stream of each line, in order of arrival."""
         self._bytes = 0
+        """Length of all lines together."""
         self.due: float | None = None
         """The time at which `take` is due (s of the caller's clock); None: there are no lines."""
 

@@ -8,6 +8,7 @@ Reading happens only when the destination has room, so a blocked console costs n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -24,6 +25,9 @@ from holdfast.supervisor.log_fold import (
     keep_matching,
     tame,
 )
+
+NOTIFICATIONS_BYTES_MAX = 64 * 1024
+"""Number of bytes of notifications that one read takes at most. A notification has 16."""
 
 
 class ChangeWatch:
@@ -57,12 +61,14 @@ class ChangeWatch:
                 self._libc.inotify_rm_watch(self.fd, handle)
 
     def drain(self) -> None:
-        """Discard the pending notifications; call it before the files are checked."""
-        try:
-            while self.fd >= 0:
-                os.read(self.fd, 65_536)
-        except BlockingIOError:
-            pass
+        """Discard pending notifications; call it before the files are checked.
+
+        One read: where many workers write, new ones come as fast as they are read. Those that are left wake the caller
+        again.
+        """
+        with contextlib.suppress(BlockingIOError):
+            if self.fd >= 0:
+                os.read(self.fd, NOTIFICATIONS_BYTES_MAX)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -95,7 +101,10 @@ class Sink(Protocol):
         """Whether it takes the next lines now."""
 
     broken: bool
+    """Nobody reads it any more: what is put into it is lost."""
     live: bool
+    """It is a terminal that can draw its last line again: it shows transient lines, and gets no control sequence of a
+    worker but colours."""
 
     def put(self, lines: bytes, transient: bytes | None = None) -> None: ...
 
@@ -158,6 +167,7 @@ class StreamTail:
         self._needles = needles
         self._cutter = LineCutter()
         self._watch_handle: int | None = None
+        """None: it is not open."""
         self._offset = 0
         """Offset in the stream of the next byte to read."""
         self._has_more = False
@@ -239,11 +249,11 @@ class StreamTail:
         return self.prefix + tame(text) if text else b""
 
     def _read(self) -> bytes:
-        chunk = b""
+        chunk, torn = b"", False
         try:
             size = self.followed.size_bytes
             if size < self._offset:  # the worker truncated it
-                self._offset = 0
+                self._offset, torn = 0, True
             before, missing_bytes = -1, 0
             # Again, if only bytes were passed over.
             while not chunk and before < self._offset < size:
@@ -255,9 +265,10 @@ class StreamTail:
             return b""
         self.read_bytes += len(chunk)
         if missing_bytes:
-            newline = b"\n" if self._cutter.partial else b""
-            chunk = b"%sholdfast: %d bytes of output are missing here\n%s" % (newline, missing_bytes, chunk)
-        return chunk
+            chunk = b"holdfast: %d bytes of output are missing here\n%s" % (missing_bytes, chunk)
+        # The rest of the unfinished line will never come: what is there now must not become its end.
+        ends_line = (torn or missing_bytes > 0) and self._cutter.partial != b""
+        return b"\n" + chunk if ends_line else chunk
 
     def _without_repeat(self, lines: bytes) -> bytes:
         """A line whose last state was shown as progress is not shown again."""
@@ -295,7 +306,9 @@ class TailGroup:
         self.shown_elsewhere: dict[int, str] | None = None
         """Set from any thread: tracebacks that are shown elsewhere, by rank. None: not known yet."""
         self.turn = 0
+        """Index of the tail that is read next."""
         self._opened = 0
+        """Number of tails that are open: those at the beginning of `tails`, since others are added at its end."""
         self._lock = threading.Lock()
         """Guards `tails`, to which the agent's thread adds."""
 
@@ -343,8 +356,10 @@ class Lane:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.read_bytes = 0
+        """Bytes read so far, of all groups; it only grows."""
         self._groups: deque[TailGroup] = deque()
         self._drawn_at = 0.0
+        """The time at which the transient last line was drawn last."""
         self._owner: StreamTail | None = None
         """The tail whose unfinished line is the transient last line."""
         self._prompt = b""

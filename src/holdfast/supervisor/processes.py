@@ -331,6 +331,8 @@ FIRST_PID = 1
 ENVIRONMENT_BYTES_MAX = 1 << 20
 SECTOR_BYTES = 512
 """The unit of /proc/diskstats, whatever the disk's own sectors are."""
+MEMORY_FILE = "/memfd:"
+"""Beginning of the name of a memory file in /proc/PID/fd."""
 
 
 class Child(NamedTuple):
@@ -556,9 +558,8 @@ def _wchan(pid: int, task: int) -> str:
 
 
 def has_open(pid: int, fd: int) -> bool:
-    """Whether this very file is open in that process: it may have closed the file, or be another program by now."""
+    """Whether this very memory file is open in that process: it may have closed it, or be another program by now."""
     ours = os.fstat(fd)
-
     folder = f"/proc/{pid}/fd"
     try:
         numbers = sorted(map(int, os.listdir(folder)), reverse=True)
@@ -566,6 +567,9 @@ def has_open(pid: int, fd: int) -> bool:
         return False
     for number in numbers:  # from the highest: the file has a high number, see worker/bootstrap.py
         with contextlib.suppress(OSError):
+            # The name comes without a disk. The status of any other file would wait for a network disk that stalls.
+            if not os.readlink(f"{folder}/{number}").startswith(MEMORY_FILE):
+                continue
             theirs = os.stat(f"{folder}/{number}")
             if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):
                 return True

@@ -18,9 +18,11 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import stat
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, Protocol
@@ -40,6 +42,7 @@ from holdfast.protocol.board_layout import (
 from holdfast.protocol.rank_progress import (
     COLLECTIVES_MAX,
     DUMP_BYTES_MAX,
+    TORCH,
     Collective,
     Frame,
     KernelWait,
@@ -58,10 +61,13 @@ FIRST_LOOKS_MAX = 10
 LATER_LOOKS_MAX = 30
 """Number of newest looks whose evidence is kept beside that of the first."""
 TRACE_BYTES_MAX = 64 * 1024 * 1024
+"""Length to which the copy of a flight recorder's trace is cut (bytes)."""
 SPY_S_MAX = 20.0
+"""Limit for py-spy to read the stacks of one worker (s)."""
 SPY_AGAIN_S = 300.0
 """Shortest time between two attaches of py-spy to one worker (s)."""
 SPY_BYTES_MAX = 1_000_000
+"""Length to which the output of py-spy is cut (bytes)."""
 
 TRACE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Variables that name the paths of the flight recorder's files; the second is the older name."""
@@ -88,11 +94,13 @@ class StackFiles:
         self._rank_of = rank_of
         self._started_epoch_s = started_epoch_s
         self._looks = 0
+        """Number of looks whose evidence was kept, or could not be written."""
         self._traces: dict[int, float] = {}
         """The time of change of the trace that was copied for each rank (epoch s), by rank."""
         self._spied_s: dict[int, float] = {}
         """The time at which py-spy last attached to each worker (monotonic s), by local rank."""
         self._spying: asyncio.Task[None] | None = None
+        """It appends native stacks, or has ended; None: nothing was begun since the last pause."""
 
     def keep(self, folder: Path, samples: Sequence[RankSample], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
         """Write the evidence of one look, and enter its path in each sample. `texts`: all threads of each local rank.
@@ -150,7 +158,13 @@ class StackFiles:
                 return False
             if self._traces.get(rank) == found.st_mtime:  # copied already
                 return True
-            (at / f"gen{self.generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
+            copy = at / f"gen{self.generation}_nccl_trace_rank{rank}"
+            part = copy.with_name(f".{copy.name}")
+            try:  # whole or not at all: a part of it cannot be read, and must not replace an earlier copy
+                part.write_bytes(file.read(TRACE_BYTES_MAX))
+                part.replace(copy)
+            finally:
+                part.unlink(missing_ok=True)
         self._traces[rank] = found.st_mtime
         return True
 
@@ -254,6 +268,8 @@ SOURCE_CHARS_MAX = 80
 SOURCE_BYTES_MAX = 4 * 1024 * 1024
 PARSED_BYTES_MAX = 512 * 1024
 """Length of a program up to which it is parsed (bytes)."""
+PARSED_NAME = "<program>"
+"""The name of every program that is parsed, for the filter on warnings."""
 PROGRAMS_MAX = 8
 """Number of programs whose syntax trees are kept."""
 PLACES_MAX = 256
@@ -293,7 +309,7 @@ class Tally(Struct, frozen=True):
 
 
 class _RankLook(Struct):
-    """One worker during a look."""
+    """One worker during a look. Fields without a description are those of RankSample that have the same name."""
 
     local_rank: int
     pid: int
@@ -415,7 +431,7 @@ class StackSampler:
                 async with asyncio.timeout(PARSE_S_MAX):
                     samples = await run_detached(lambda: _with_explanations(samples, programs))
             if may := [sample for sample in samples if _may_handle(sample, programs)]:
-                handled = await run_detached(lambda: self._ask_handled(may))
+                handled = await run_detached(lambda: self._handled_exceptions(may))
                 samples = tuple(structs.replace(each, handles=handled.get(each.local_rank, "")) for each in samples)
 
             recorders = {sample.local_rank: self._board.recorder(sample.local_rank) for sample in samples}
@@ -450,7 +466,7 @@ class StackSampler:
             awaited_by_threads=by_threads,
         )
 
-    def _ask_handled(self, samples: Sequence[RankSample]) -> dict[int, str]:
+    def _handled_exceptions(self, samples: Sequence[RankSample]) -> dict[int, str]:
         """Ask these workers for the exceptions that they handle, all at once: one that handles none writes nothing.
         Returns the answers by local rank. Each is asked once at each place: the answer takes its main thread a moment,
         unlike its stack. Blocks."""
@@ -657,6 +673,7 @@ def _answered(look: _RankLook) -> bool:
     """Whether this worker has written everything that it will write."""
     now_s, size = time.monotonic(), os.fstat(look.fd).st_size
     signals = processes.signals(f"{look.pid}/task/{look.task}")
+    # The dump grows, or the handler has not begun (pending) or has not returned (the kernel blocks its signal).
     if size != look.size or signals.pending(look.signum) or signals.blocks(look.signum):
         look.size, look.still_since_s = size, now_s
         return False
@@ -712,7 +729,8 @@ def _with_source(sample: RankSample) -> tuple[RankSample, bytes]:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return sample, b""  # /dev/fd/63, a pipe
             program = file.read(SOURCE_BYTES_MAX)
-        text = program.split(b"\n")[frame.line - 1].decode(errors="replace").strip()
+        # Code without a line, as compilers make it, has line 0: it must not become the last line of the file.
+        text = program.split(b"\n")[frame.line - 1].decode(errors="replace").strip() if frame.line > 0 else ""
     except (OSError, ValueError, IndexError):
         return sample, b""  # not a file, or on another machine
     return structs.replace(sample, source=text[:SOURCE_CHARS_MAX]), program
@@ -745,7 +763,7 @@ def _may_handle(sample: RankSample, programs: Mapping[int, bytes]) -> bool:
     index = program_frame(sample.frames)
     if index is None or not program or len(program) > PARSED_BYTES_MAX or sample.waits_for not in _PATIENT:
         return False
-    if any("/torch/" in frame.file for frame in sample.frames[:index]):
+    if any(re.search(TORCH, frame.file) for frame in sample.frames[:index]):
         return False  # it waits in C++, and its handler would run when that returns
     file = sample.frames[index].file
     return _handles(program, tuple(frame.line for frame in sample.frames[index:] if frame.file == file))
@@ -806,7 +824,8 @@ def _recorded(fd: int, number: int) -> _RecorderAnswer | None:
     """The answer to this question; None: it is not there yet."""
     for line in os.pread(fd, DUMP_BYTES_MAX, 0).splitlines(keepends=True):
         if line.endswith(b"\n"):
-            with contextlib.suppress(DecodeError):  # an answer that does not fit: the worker's torch is another one
+            # An answer that does not fit: the worker's torch is another one. UnicodeDecodeError is no DecodeError.
+            with contextlib.suppress(DecodeError, UnicodeDecodeError):
                 answer = json.decode(line, type=_RecorderAnswer)
                 if answer.number == number:
                     return structs.replace(answer, length=len(line))
@@ -825,8 +844,11 @@ def _handled_words(text: str) -> str:
 @functools.lru_cache(maxsize=PROGRAMS_MAX)
 def _parsed(program: bytes) -> ast.AST:
     """Its syntax tree; an empty one if it is no Python. All ranks usually run the same program."""
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-        return ast.parse(program)
+    # Python would show its warnings about the program (`"\\d"`) as the agent's own. Those of this name are ignored for
+    # good: threads of two looks may be here, and one of them would restore the filters while the other one parses.
+    warnings.filterwarnings("ignore", module=PARSED_NAME)
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # the last: it is nested too deeply
+        return ast.parse(program, PARSED_NAME)
     return ast.Module([], [])
 
 

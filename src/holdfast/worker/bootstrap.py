@@ -133,7 +133,8 @@ def _tensors_in(trace: TracebackType | None) -> dict[str, str]:
     """The shapes of tensors in the script's variables, by name; inner frames replace outer ones."""
     found: dict[str, str] = {}
     for frame in _frames(trace):
-        if "site-packages" not in _file(frame) and "/torch/" not in _file(frame):
+        module = str(frame.f_globals.get("__name__"))
+        if "site-packages" not in _file(frame) and module.partition(".")[0] != "torch":
             shapes = {key: _shape_of(value) for key, value in frame.f_locals.items() if not key.startswith("_")}
             found |= dict([(key, shape) for key, shape in shapes.items() if shape][:TENSORS_MAX])
     return found
@@ -558,10 +559,13 @@ def _take_profiles(address: str, board: Any, package: str) -> Callable[[int, boo
 
     def follow(order: int, stepped: bool) -> bool:
         nonlocal profiler
-        if profiler is None:
-            path = os.path.join(package, "extensions", "profile", "worker.py")
-            profiler = _load(path, layout=board).Profiler(os.path.dirname(address))
-        return bool(profiler.follow(order, stepped=stepped))
+        try:
+            if profiler is None:
+                path = os.path.join(package, "extensions", "profile", "worker.py")
+                profiler = _load(path, layout=board).Profiler(os.path.dirname(address))
+            return bool(profiler.follow(order, stepped=stepped))
+        except Exception:  # noqa: BLE001 - an optimizer's step calls this, and the file may be of a newer holdfast by now
+            return False
 
     def signalled(*_: object) -> None:
         if os.getpid() == own_pid:
@@ -591,12 +595,15 @@ def _answer_about_collectives(address: str, board: Any, package: str) -> Callabl
         nonlocal recorder
         if os.getpid() != own_pid:
             return
-        if recorder is None:
-            path = os.path.join(package, "extensions", "hangs", "worker.py")
-            recorder = _load(path, layout=board).Recorder(c10d)
-            setattr(c10d, RECORDER, recorder)
-            recorder.serve(os.path.dirname(address), words, slot)
-        recorder.begin_group()
+        try:
+            if recorder is None:
+                path = os.path.join(package, "extensions", "hangs", "worker.py")
+                recorder = _load(path, layout=board).Recorder(c10d)
+                setattr(c10d, RECORDER, recorder)
+                recorder.serve(os.path.dirname(address), words, slot)
+            recorder.begin_group()
+        except Exception:  # noqa: BLE001 - init_process_group calls this, as above
+            return
 
     return recorded
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Callback = TypeVar("Callback", bound=Callable[[], object])
 
+WORD_END = 1 << 8 * layout.WORD_BYTES
+"""The smallest number that a word of the board is too short for."""
 READ_AGAIN_S = 0.001
 """Pause between two reads of the board by a worker that is held at a safe point until the agents agree."""
 
@@ -42,6 +44,12 @@ def _words_of(path: str) -> memoryview | None:
         return None
 
 
+def _word(number: float) -> int:
+    """This number of 0 or more as a word of the board: a script may count in floats (`epochs * samples / batch`).
+    Returns 0 (unknown) if it is too large, as the steps of a loop without end (inf) are."""
+    return int(number) if number < WORD_END else 0
+
+
 # --- signs of progress ------------------------------------------------------------------------------------------------
 
 
@@ -53,6 +61,7 @@ class _Beats:
         self._slot = 0
         """Index of the slot's first word on the board."""
         self._words = self._open(os.environ.get(layout.BOARD_VARIABLE, ""))
+        """None: this process is no worker, or its agent is gone."""
 
     def _open(self, address: str) -> memoryview | None:
         path, _, slot = address.rpartition("@")
@@ -75,10 +84,10 @@ class _Beats:
         words = self._words
         if words is not None and os.getpid() == self._pid:
             if of is not None:
-                words[self._slot + layout.TOTAL] = of
-            words[self._slot + layout.AT] = step + 1
+                words[self._slot + layout.TOTAL] = _word(of)
+            words[self._slot + layout.AT] = _word(step + 1)
             if not words[self._slot + layout.BEGAN_AT]:
-                words[self._slot + layout.BEGAN_AT] = step + 1
+                words[self._slot + layout.BEGAN_AT] = _word(step + 1)
 
     def wait_as_spare(self, waits: bool) -> None:
         words = self._words
@@ -176,7 +185,7 @@ class _Slot:
     def save_wanted(self) -> bool:
         """Whether to save at the newest safe point."""
         self._words[self._slot + layout.SAVES] = 1
-        return 0 < self._words[layout.SAVE_POINT] == self._reached
+        return 0 < self._words[layout.save_word(self._reached)] == self._reached
 
     def begin_again(self) -> None:
         """Count safe points from 0, as all workers of a new generation do. The agent resets the board's words."""
@@ -191,9 +200,11 @@ class _Slot:
 class SafePoints:
     """The safe points of one process. A program uses the functions below, which share one object of this class."""
 
-    def __init__(self, address: str) -> None:
-        """`address` is the value of HOLDFAST_BOARD; empty: no agent will ever ask to stop."""
+    def __init__(self, address: str | None = None) -> None:
+        """`address` is the value of HOLDFAST_BOARD; empty: no agent will ever ask to stop. None: it is read at the
+        first safe point, since modules that register callbacks may be imported before the worker is forked."""
         self._address = address
+        """Empty, too, once it is known that this process has no slot there."""
         self._slot: _Slot | None = None
         """This process's slot, from the first safe point on."""
         self._callbacks: list[Callable[[], object]] = []
@@ -223,8 +234,9 @@ class SafePoints:
 
     def _opened(self) -> bool:
         """Whether this process has a slot; it is opened at the first call."""
-        if self._slot is None and self._address:
-            self._slot = _open(self._address)
+        if self._slot is None and self._address != "":
+            address = os.environ.get(layout.BOARD_VARIABLE, "") if self._address is None else self._address
+            self._slot = _open(address) if address else None
             if self._slot is None:
                 self._address = ""
         return self._slot is not None and self._slot.own
@@ -265,15 +277,8 @@ def _open(address: str) -> _Slot | None:
     return _Slot(words, int(slot))
 
 
-_safe_points: SafePoints | None = None
-"""One per process, made at the first call: a worker may be forked from a process that is no worker."""
-
-
-def _own_safe_points() -> SafePoints:
-    global _safe_points  # noqa: PLW0603
-    if _safe_points is None:
-        _safe_points = SafePoints(os.environ.get(layout.BOARD_VARIABLE, ""))
-    return _safe_points
+_safe_points = SafePoints()
+"""A forked process keeps the callbacks, and has no slot if its parent has one."""
 
 
 def should_stop() -> bool:
@@ -292,7 +297,7 @@ def should_stop() -> bool:
                 save(step + 1)
                 sys.exit(0)
     """
-    return _own_safe_points().reach()
+    return _safe_points.reach()
 
 
 def should_save() -> bool:
@@ -306,23 +311,23 @@ def should_save() -> bool:
 
     It costs about a microsecond. Without holdfast it is always False.
     """
-    return _own_safe_points().save_wanted()
+    return _safe_points.save_wanted()
 
 
 def asked() -> bool:
     """Whether all ranks are being asked to stop at a safe point. A rank that makes no steps, as a spare, calls
     should_stop() only then: otherwise it would be ahead of the others, who had to come to the same safe point."""
-    return _own_safe_points().asked
+    return _safe_points.asked
 
 
 def stopping() -> bool:
     """Whether `should_stop()` has returned True."""
-    return _own_safe_points().stopping
+    return _safe_points.stopping
 
 
 def begin_again() -> None:
     """Count safe points from 0: this worker goes on in another generation. `ht.survive` calls it."""
-    _own_safe_points().begin_again()
+    _safe_points.begin_again()
 
 
 def before_stop(callback: Callable[[], object] | None) -> None:
@@ -330,12 +335,12 @@ def before_stop(callback: Callable[[], object] | None) -> None:
 
     If it raises, all go on in another generation, and the callbacks of `on_stop` stay. `ht.survive` calls it.
     """
-    _own_safe_points().before_stop = callback
+    _safe_points.before_stop = callback
 
 
 def stop() -> None:
     """Call the callbacks of `on_stop`: this worker ends here, though its `should_stop()` does not return."""
-    _own_safe_points().stop()
+    _safe_points.stop()
 
 
 def on_stop(callback: Callback) -> Callback:
@@ -343,5 +348,5 @@ def on_stop(callback: Callback) -> Callback:
 
     Works as a decorator. An exception of a callback leaves `should_stop()`.
     """
-    _own_safe_points().on_stop(callback)
+    _safe_points.on_stop(callback)
     return callback

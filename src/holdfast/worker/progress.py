@@ -5,12 +5,15 @@ names `layout` (protocol/board_layout.py), `profiled` and `recorded`. Hooks torc
 never imports it:
 
 - `register_optimizer_step_post_hook`, torch's public global hook, counts steps, at about 0.5 microseconds each.
-  Steps of an optimizer that is itself compiled (torch.compile) are not seen.
+  Steps of an optimizer that is itself compiled (torch.compile) are not seen. Two optimizers make two steps, also if
+  one steps the other (ZeroRedundancyOptimizer): no hook says where a step ends that has raised.
 - `torch.autograd.backward`, which Tensor.backward calls too, gets a wrapper that adds up the time before it: the work
   of the rank alone, because in backward it waits for others.
-- The handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group
-  exists: their begin, their answer and their end are the moments around the store. torch has no public hook there.
-  Where its table is missing there are no such moments, and nothing else changes.
+- The handlers of `init_process_group`'s rendezvous are generators: their begin and their answer are the moments around
+  the store. torch has no public hook there. Where its table is missing there are no such moments, and nothing else
+  changes. Their end says nothing about the group: they end when it failed, too, and before it in a program that asks
+  them by itself, as holdfast.train does.
+- `_update_default_pg` gets the default group as soon as it exists.
 
 One more task: gloo groups are never destructed. The destructor joins threads. The thread that drops the last reference
 (of DDP's reducer, when the script's main function returns) may run it while it holds the interpreter's lock, for which
@@ -101,6 +104,7 @@ class _StepCounter:
                 return
             count += 1
             since_ns = now_ns()
+            # The count comes last: whoever reads it finds what belongs to it.
             words[own] = own_ns
             words[last] = since_ns
             words[steps] = count
@@ -108,7 +112,7 @@ class _StepCounter:
                 words[first] = since_ns
             if words[ordered] or profiling:
                 profiling = follow_order(words[ordered], True)
-                since_ns = now_ns()
+                since_ns = now_ns()  # to begin or end a profile is no work of the rank
 
         def around(original: Any) -> Any:
             import functools
@@ -122,13 +126,14 @@ class _StepCounter:
                 inputs: Any = None,
             ) -> Any:
                 nonlocal since_ns, own_ns
-                if not since_ns or not ours:
+                begin_ns = since_ns  # read once: a backward of another thread may begin after the check
+                if not begin_ns or not ours:
                     try:
                         return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
                     except BaseException as error:
                         _hide_this_frame(error)
                         raise
-                own_ns += now_ns() - since_ns
+                own_ns += now_ns() - begin_ns
                 since_ns = 0  # a backward inside this one (checkpointing) is part of it
                 try:
                     return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
@@ -174,6 +179,9 @@ class Marks:
     def grouped(self, c10d: ModuleType) -> None:
         """The process has a default group."""
         if self._own:
+            # Without a rendezvous it is none of the job's: a replacement has a group of its own until it has a place.
+            if self._words[self._slot + layout.STORE]:
+                self.mark(layout.GROUP)
             recorded(c10d, self._words, self._slot)
 
     def count_steps(self, optimizer: ModuleType) -> None:
@@ -198,7 +206,6 @@ class Marks:
     def _with_marks(self, handler: Handler) -> Handler:
         def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
             self.mark(layout.MEETING)
-            has_store = False
             foreign = bool(args) and self._is_foreign(str(args[0]))
             if foreign:
                 os.environ[USE_AGENT_STORE] = "False"
@@ -207,13 +214,10 @@ class Marks:
                     if foreign:
                         os.environ[USE_AGENT_STORE], foreign = "True", False
                     self.mark(layout.STORE)
-                    has_store = True
                     yield found
             finally:
                 if foreign:
                     os.environ[USE_AGENT_STORE] = "True"
-                if has_store:
-                    self.mark(layout.GROUP)
 
         return rendezvous
 
@@ -347,7 +351,7 @@ def _call_after(loader: Any, hook: Callable[[ModuleType], None]) -> None:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            del loader.exec_module  # first: the program's own code must not find our function
             execute(module)
             hook(module)
 

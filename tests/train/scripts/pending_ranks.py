@@ -24,7 +24,7 @@ from snapshot_ranks import ranks
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.protocol.board_layout import BOARD_NAME, BOARD_VARIABLE, SAFE_POINT, SAVE_POINT, SLOT_WORDS, WORD_BYTES
+from holdfast.protocol.board_layout import BOARD_NAME, BOARD_VARIABLE, SAFE_POINT, SLOT_WORDS, WORD_BYTES, save_word
 from holdfast.train.snapshots import folder as folders
 
 CALLS = 24
@@ -100,7 +100,7 @@ def main(folder: Path) -> dict[str, Any]:
         found[every] = {"said": said, "steps": steps(place)}
     said = ranks(2, partial(job, folder / "turns", in_turn, every="6 steps", memory_every=None), "turns")
     found["in turn"] = {"said": said, "steps": steps(folder / "turns")}
-    for what, word in (("stop", SAFE_POINT), ("save", SAVE_POINT)):
+    for what, word in (("stop", SAFE_POINT), ("save", save_word(6))):
         fd = board(word, 6, 3)
         work = partial(left, folder / what, alone, every="1h", memory_every=None)
         said = ranks(3, partial(with_board, work), what)

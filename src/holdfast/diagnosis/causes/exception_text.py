@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from holdfast.protocol.outcome import Failure, is_own_code
+from holdfast.protocol.rank_progress import TORCH
 from holdfast.text import shortened
 
 CHAINED = re.compile(
@@ -68,7 +69,7 @@ EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\.<locals>\.[\w.]+)*)(?::[ \n]|:?$)
 FRAME = re.compile(r'^[ \t]+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
 CAUGHT_FRAME = re.compile(r'^[ \t]+File "[^"\n]+", line \d+, in .*\n?', re.MULTILINE)
 """A frame of a traceback. Those of a crash dump have no comma behind the number."""
-LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
+LIBRARY = re.compile(rf"site-packages|dist-packages|/lib/python3|<frozen |{TORCH}")
 FRAMES_MAX = 12
 NATIVE_END = re.compile(r"terminate called after throwing an instance of '([^']*)'\s*(?:what\(\):\s*(.*))?", re.DOTALL)
 IN_WORKER = re.compile(

@@ -115,7 +115,8 @@ class Recorder:
                 found = []
             answer = {"number": number, "collectives": found, "handles": _handled()}
             try:
-                os.write(answers, json.dumps(answer).encode() + b"\n")
+                # An exception's text may have bytes of a file name, as surrogates, which the agent's decoder refuses.
+                os.write(answers, json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n")
             except OSError:
                 return  # the agent is gone
 
