@@ -269,7 +269,7 @@ EVENTS: list[ev.Event] = [
             ev.WorkersHeld(generation, 0),
             ev.WorkersHeld(generation, 6),
             ev.WorkersFenced(),
-            ev.WorkersAble(generation, (0, 1)),
+            ev.WorkersCanGoOn(generation, (0, 1)),
             ev.ReplacementsReady(generation, (1,)),
             ev.RegroupRefused(generation, "memory grew"),
             ev.WorkersProgress(generation, (RankProgress(0, Stage.STEPPING, 9), RankProgress(1, Stage.STEPPING, 9))),

@@ -49,7 +49,7 @@ from holdfast.protocol.messages import (
 from tests.agent.agent_harness import (
     LIMITS,
     AgentHarness,
-    able,
+    all_can_go_on,
     assign,
     bare,
     failure,
@@ -67,7 +67,7 @@ from tests.agent.agent_harness import (
 
 
 def test_a_node_that_wanted_to_leave_before_its_workers_regrouped_asks_for_a_safe_point_again() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.give(Signalled(signal.SIGTERM, "SIGTERM"))
     harness.hear(Regroup(survivor(2), 0, "rank 7 was lost"))
     harness.give(WorkersHeld(1, 6))

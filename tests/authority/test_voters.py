@@ -380,8 +380,8 @@ def charter_of(*links: int, generation: int = 4) -> Charter:
     )
 
 
-def part(link: int, *, able: bool = False) -> msg.Running:
-    return msg.Running(4, link - 1, 3, 1, (), None, (0,) if able else ())
+def part(link: int, *, can_go_on: bool = False) -> msg.Running:
+    return msg.Running(4, link - 1, 3, 1, (), None, (0,) if can_go_on else ())
 
 
 def test_numbers_and_the_budget_continue() -> None:
@@ -525,8 +525,8 @@ def test_a_coordinator_that_may_live_is_given_its_fence() -> None:
 
 def test_workers_that_can_go_on_survive_the_coordinator() -> None:
     harness = VotersHarness(Succession(2, charter_of(), closed=True), own=2)
-    harness.join(2, last=4, running=part(2, able=True))
-    harness.join(3, last=4, running=part(3, able=True))
+    harness.join(2, last=4, running=part(2, can_go_on=True))
+    harness.join(3, last=4, running=part(3, can_go_on=True))
     assert harness.to(3, msg.Resume)
     assert harness.to(3, msg.Regroup)
     assert harness.machine.phase is Phase.REGROUPING

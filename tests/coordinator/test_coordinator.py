@@ -109,7 +109,7 @@ def all_stopped_budget_spent(harness: CoordinatorHarness) -> None:
 
 
 def a_rank_is_lost(harness: CoordinatorHarness) -> None:
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.kill_worker(2)
     regroup = harness.last(1)
     assert isinstance(regroup, msg.Regroup)
@@ -235,7 +235,7 @@ MESSAGES: list[msg.FromAgent] = [
             msg.Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
             msg.Progress(generation, (RankProgress(0, Stage.MEETING),)),
             msg.Extended("hangs", encode_extended(Looked(generation, 1))),
-            msg.Able(generation, (0,)),
+            msg.CanGoOn(generation, (0,)),
             msg.ReplacementReady(generation, (0,)),
             msg.ReplacementFailed(generation, (FAILURE,)),
             msg.CannotRegroup(generation, "memory grew"),

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from holdfast.coordinator.incident import Incident, Incidents
 from holdfast.protocol.outcome import Failure, Verdict
-from tests.coordinator.test_regrouping import able
+from tests.coordinator.test_regrouping import all_can_go_on
 
 BARE = Failure(rank=2, local_rank=0, host="b", pid=7, exit_code=-9)
 READ = structs.replace(BARE, message="killed")
@@ -92,7 +92,7 @@ def test_evidence_of_an_earlier_loss_makes_that_one_the_reason_and_keeps_the_nod
 
 
 def test_two_worlds_share_nothing_that_changes() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(1, 0)
     harness.kill_worker(1, 1)
     newest = harness.machine.world

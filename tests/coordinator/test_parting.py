@@ -25,12 +25,12 @@ from holdfast.protocol.messages import (
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.train_contract import Survive
 from tests.coordinator.coordinator_harness import CoordinatorHarness
-from tests.coordinator.test_regrouping import able, refusal, went_on
+from tests.coordinator.test_regrouping import all_can_go_on, refusal, went_on
 
 
 def parting(**options: Any) -> CoordinatorHarness:
     """Node 2 leaves at safe point 8, and nobody has come there yet."""
-    harness = able(**{"least": 1, "max_restarts": 0, **options})
+    harness = all_can_go_on(**{"least": 1, "max_restarts": 0, **options})
     harness.say(2, Leave("SIGTERM", drain=True))
     harness.both_say(Held(1, 7))
     return harness
@@ -50,7 +50,7 @@ def test_the_others_go_on_between_two_steps_without_a_node_that_leaves() -> None
     assert harness.last(2) == Stop(2, StopReason.MEMBER_LEFT)
     harness.say(2, Stopped(2))
     harness.give(LinkClosed(2, "reset"))
-    harness.able(1)
+    harness.can_go_on(1)
     assert harness.machine.phase is Phase.RUNNING
     assert (harness.noted("regroup_begun")[0]["text"], len(harness.noted("verdict"))) == ("n2 leaves; 2 ranks go on", 0)
 
@@ -66,7 +66,7 @@ def test_all_stop_at_the_safe_point_where_the_others_must_not_go_on(options: dic
 
 
 def test_all_stop_where_the_whole_job_is_to_end() -> None:
-    harness = able(least=1)
+    harness = all_can_go_on(least=1)
     harness.ask("stop")
     harness.say(2, Leave("somebody", drain=True))
     harness.both_say(Held(1, 7))
@@ -74,7 +74,7 @@ def test_all_stop_where_the_whole_job_is_to_end() -> None:
 
 
 def test_a_coordinator_that_nobody_succeeds_leaves_with_all() -> None:
-    harness = able(least=1)
+    harness = all_can_go_on(least=1)
     node = harness.machine.members["n2#1"]
     node.node = structs.replace(node.node, hosts_coordinator=True)
     harness.say(2, Leave("SIGTERM", drain=True))
@@ -139,7 +139,7 @@ def test_the_job_may_be_done_before_the_safe_point() -> None:
 
 
 def test_workers_that_are_ready_join_when_a_node_leaves() -> None:
-    harness = able(least=1)
+    harness = all_can_go_on(least=1)
     harness.kill_worker(1)
     went_on(harness)
     harness.say(2, Leave("SIGTERM", drain=True))

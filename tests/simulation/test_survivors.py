@@ -132,7 +132,7 @@ def test_survivors_that_do_not_wait_for_a_node_that_leaves_are_found(monkeypatch
 
 def test_a_safe_point_that_a_worker_has_passed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_early(self: Regrouping, world: World, drain: Draining) -> Plan | None:
-        return self._with_ready(world, drain.newest) if drain.regroups and world.all_able else None
+        return self._with_ready(world, drain.newest) if drain.regroups and world.all_can_go_on else None
 
     monkeypatch.setattr(Regrouping, "at_safe_point", too_early)
     assert "which it may have passed" in first_broken_promise(surviving)

@@ -72,8 +72,8 @@ def test_without_an_agent_there_is_no_channel(tmp_path: Path) -> None:
 
 def test_a_worker_is_released_waits_at_the_gate_and_goes_on(agent: AgentEnd) -> None:
     channel = agent.channel
-    channel.say("able", generation=0)
-    assert agent.next() == {"is": "able", "generation": 0}
+    channel.say("can_go_on", generation=0)
+    assert agent.next() == {"is": "can_go_on", "generation": 0}
     assert channel.released is None
     agent.order(do="release", generation=2, cut=True)
     assert channel.await_cut(limit_s(30)) == Release(2, cut=True)

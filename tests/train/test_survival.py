@@ -77,9 +77,9 @@ def replaced(agent: FakeAgent, *lost: int, world: Collection[int] = WORLD) -> No
     """These ranks have ended: as with `--survive wait`, the others wait at the gate for the replacements."""
     agent.ended(lost)
     left = [each for each in world if each not in lost]
-    agent.await_said(left, "able", generation=agent.generation if agent.generation > 1 else 0)
+    agent.await_said(left, "can_go_on", generation=agent.generation if agent.generation > 1 else 0)
     sent(agent, *lost, world=world)
-    agent.await_said(world, "able", generation=agent.generation)
+    agent.await_said(world, "can_go_on", generation=agent.generation)
 
 
 def sent(agent: FakeAgent, *lost: int, world: Collection[int] = WORLD) -> None:
@@ -102,7 +102,7 @@ def shrunk(agent: FakeAgent, *left: int) -> None:
     agent.release(left)
     agent.await_said(left, "gate", generation=coming)
     agent.go(left)
-    agent.await_said(left, "able", generation=coming)
+    agent.await_said(left, "can_go_on", generation=coming)
 
 
 def grown(agent: FakeAgent, waits: Path, *lost: int) -> None:
@@ -113,7 +113,7 @@ def grown(agent: FakeAgent, waits: Path, *lost: int) -> None:
     waits.touch()
     agent.await_said(WORLD, "gate", generation=coming)
     agent.go(WORLD)
-    agent.await_said(WORLD, "able", generation=coming)
+    agent.await_said(WORLD, "can_go_on", generation=coming)
 
 
 def ready(agent: FakeAgent, *lost: int, world: Collection[int] = WORLD) -> None:
@@ -275,9 +275,9 @@ def test_with_other_snapshots_a_training_function_is_a_plain_call(
     """A replacement would join in the resume() of the first ones, wherever the others are."""
     with started(jobs, tmp_path, steps=2, epochs=1, other=other) as agent:
         finished(agent, tmp_path)
-        able = [rank for rank, said in agent.heard if said["is"] == "able"]
+        can_go_on = [rank for rank, said in agent.heard if said["is"] == "can_go_on"]
         logs = agent.logs()
-    assert sorted(able) == survived
+    assert sorted(can_go_on) == survived
     assert logs.count("ht.survive: a plain call, because replacements join in the resume() of other Snapshots") == 1
 
 
@@ -380,7 +380,7 @@ def test_a_rank_that_is_lost_while_a_replacement_joins_costs_no_other_process_an
     with started(jobs, tmp_path / "lost", faults=faults) as agent:
         sent(agent, 1)
         sent(agent, rank)
-        agent.await_said(WORLD, "able", generation=3)
+        agent.await_said(WORLD, "can_go_on", generation=3)
         ends = finished(agent, tmp_path / "lost")
     assert agent.said("refuse") == set()
     assert lost_steps(agent) == {3: 0}
@@ -514,7 +514,7 @@ def test_no_rank_has_the_state_of_a_completed_step(jobs: WarmJobs, tmp_path: Pat
         agent.await_said([0, 2], "refuse")
         (why,) = {message["why"] for _, message in agent.heard if message["is"] == "refuse"}
         assert "every rank was between its optimizer's step and snaps.step()" in why
-        assert agent.said("able", generation=2) == set()
+        assert agent.said("can_go_on", generation=2) == set()
 
 
 def test_an_exception_of_the_program_is_no_loss(jobs: WarmJobs, tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path)
     used: list[list[Used]] = []
     with FakeAgent(jobs, tmp_path / "lost", SURVIVOR, tmp_path / "lost", json.dumps({"epochs": 10**6})) as agent:
         agent.start([0, 1])
-        agent.await_said([0, 1], "able", generation=0)
+        agent.await_said([0, 1], "can_go_on", generation=0)
         for each in (0, 1):  # their files stay open
             agent.until(lambda each=each: len(committed_slots(agent.memory.path, each)) == 2, "a state in each slot")
         for _ in range(REGROUPS):

@@ -88,7 +88,7 @@ def test_a_rank_that_is_lost_while_a_replacement_joins_costs_no_other_process_an
     with started(jobs, tmp_path / "lost", SCRIPT, drawn=True, faults=faults) as agent:
         sent(agent, 1)
         sent(agent, lost)
-        agent.await_said(WORLD, "able", generation=3)
+        agent.await_said(WORLD, "can_go_on", generation=3)
         ends = finished(agent, tmp_path / "lost")
     assert agent.said("refuse") == set()
     same_training(ends, reference)
@@ -313,7 +313,7 @@ def test_fifty_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path) -> 
     (tmp_path / "lost").mkdir()
     used: list[list[Used]] = []
     with started(jobs, tmp_path / "lost", SCRIPT, world=[0, 1], epochs=10**6) as agent:
-        agent.await_said([0, 1], "able", generation=0)
+        agent.await_said([0, 1], "can_go_on", generation=0)
         for _ in range(50):
             shrunk(agent, 0, 1)
             agent.await_said([0, 1], "went_on", generation=agent.generation)

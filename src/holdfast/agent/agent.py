@@ -57,7 +57,7 @@ from holdfast.agent.events import (
     TreeGone,
     WorkerEnded,
     WorkerRaised,
-    WorkersAble,
+    WorkersCanGoOn,
     WorkersFenced,
     WorkersHeld,
     WorkersProgress,
@@ -68,8 +68,8 @@ from holdfast.agent.seeking import Seeking
 from holdfast.protocol.exit_codes import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.protocol.messages import (
     Abandon,
-    Able,
     Assign,
+    CanGoOn,
     CannotRegroup,
     Drain,
     DrainTo,
@@ -391,7 +391,7 @@ class Agent:
                 self._on_worker(event)
             case WorkersHeld() | WorkersProgress():
                 self._on_report(now, event)
-            case WorkersAble() | ReplacementsReady() | RegroupRefused():
+            case WorkersCanGoOn() | ReplacementsReady() | RegroupRefused():
                 self._on_regrouping(now, event)
             case WorkersFenced():
                 # Their ends follow, and must not be reported as failures
@@ -680,8 +680,8 @@ class Agent:
         for local_rank in sorted(current.done):
             self._send(WorkerDone(generation, local_rank))
         # Else the next loss would not be survived (scenario `survive_coordinator_ends`).
-        if current.able:
-            self._send_able(current)
+        if current.can_go_on:
+            self._send_can_go_on(current)
 
     def _advance_running(self, now: float) -> None:
         """Act on the state of workers that run, or that regroup."""
@@ -889,18 +889,18 @@ class Agent:
         if replacements.ready.intersection(local_ranks):
             self._send(ReplacementReady(generation, tuple(sorted(replacements.ready))))
 
-    def _on_regrouping(self, now: float, event: WorkersAble | ReplacementsReady | RegroupRefused) -> None:
+    def _on_regrouping(self, now: float, event: WorkersCanGoOn | ReplacementsReady | RegroupRefused) -> None:
         """Pass on what workers report about their way into another generation."""
         current = self.current
         if current is None or not self._at_work():
             return
         match event:
-            case WorkersAble(generation, local_ranks) if generation == current.generation:
-                current.able = local_ranks
+            case WorkersCanGoOn(generation, local_ranks) if generation == current.generation:
+                current.can_go_on = local_ranks
                 if current.active and current.active.issubset(local_ranks) and not current.suspends:
                     current.suspends = True
                     self._lease.hurry(now)
-                self._send_able(current)
+                self._send_can_go_on(current)
             case ReplacementsReady(generation, local_ranks):
                 ready = current.replacements.ready = current.replacements.living.intersection(local_ranks)
                 if ready and current.confirmed:
@@ -908,9 +908,9 @@ class Agent:
             case RegroupRefused(generation, text) if generation == current.generation:
                 self._report(CannotRegroup(generation, text))
 
-    def _send_able(self, current: LocalGeneration) -> None:
+    def _send_can_go_on(self, current: LocalGeneration) -> None:
         if current.confirmed:
-            self._send(Able(current.generation, current.able))
+            self._send(CanGoOn(current.generation, current.can_go_on))
 
     # ---------------------------------------------------------------- STOPPING
 

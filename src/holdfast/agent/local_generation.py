@@ -72,7 +72,7 @@ class LocalGeneration:
     nproc: int
     active: frozenset[int] = field(init=False)
     """Local ranks that take part."""
-    able: tuple[int, ...] = ()
+    can_go_on: tuple[int, ...] = ()
     """The workers among these that can go on in another generation."""
     suspends: bool = False
     """All of them have been able to, and the coordinator may know it: they are suspended while it does not answer."""
@@ -161,4 +161,6 @@ class LocalGeneration:
         """What a new coordinator must know of this generation."""
         place, done = self.assign, tuple(sorted(self.done))
         size = place.group_world_size
-        return Running(self.generation, place.group_rank, size, place.restart_count, done, place.local_ranks, self.able)
+        return Running(
+            self.generation, place.group_rank, size, place.restart_count, done, place.local_ranks, self.can_go_on
+        )

@@ -409,10 +409,10 @@ def voters_of(
     own = seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
-    able = [m for m in members if m.port and m is not local]
+    others = [m for m in members if m.port and m is not local]
     # Each change of the voters needs the consent of those before. One that leaves would take its vote along
     # (test_a_node_that_leaves_gives_its_vote_to_another_one).
-    for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
+    for member in sorted(others, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
         if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)
     if own is None:

@@ -84,9 +84,9 @@ from holdfast.protocol.extension import (
 )
 from holdfast.protocol.messages import (
     Abandon,
-    Able,
     Answer,
     Ask,
+    CanGoOn,
     CannotRegroup,
     Drain,
     DrainTo,
@@ -729,7 +729,7 @@ class Coordinator:
                 known = generation == self.generation or generation in self._regrouping.past
                 if failures and known and self.phase is not Phase.PREPARING:
                     self._on_failures(now, member, message)
-            case Able() | ReplacementReady() | ReplacementFailed() | CannotRegroup():
+            case CanGoOn() | ReplacementReady() | ReplacementFailed() | CannotRegroup():
                 if self._at_work():
                     self._follow(now, self._regrouping.heard(now, self._world(), member, message))
 
@@ -1307,7 +1307,7 @@ class Coordinator:
         """Drain because this member leaves. If the whole job is to end, nobody goes on without it."""
         text = f"{leaving.node.host} is leaving ({leaving.leaving})"
         # When the whole job ends, all workers save at one safe point and end there (scenario `stop_saves`).
-        regroups = self._quit is None and (self._world().able_count > 0 or self._regrouping.settling)
+        regroups = self._quit is None and (self._world().can_go_on_count > 0 or self._regrouping.settling)
         self._drain(now, StopReason.MEMBER_LEFT, text, regroups=regroups)
 
     def _drain(self, now: float, reason: StopReason, text: str, *, regroups: bool = False, saves: bool = False) -> None:

@@ -84,10 +84,10 @@ class PreviousGeneration:
     def spares(self, job: JobSpec) -> bool:
         """Whether those that have joined could go on without the others."""
         parts = [(_places(member.node, part.local_ranks), part) for member, part in self.parts.values()]
-        able = all(set(part.able).issuperset(places) and not part.done for places, part in parts)
+        can_go_on = all(set(part.can_go_on).issuperset(places) and not part.done for places, part in parts)
         ranks = sum(len(places) for places, _ in parts)
         enough = ranks >= max(1, job.min_ranks) and len(parts) >= job.min_nodes
-        return enough and able and job.survive is Survive.SHRINK
+        return enough and can_go_on and job.survive is Survive.SHRINK
 
     @property
     def restart_count(self) -> int:
@@ -103,7 +103,7 @@ class PreviousGeneration:
         for member, running in self.parts.values():
             for local_rank in running.done:
                 world.mark_done(member.name, local_rank)
-            world.set_able(member.name, running.able)
+            world.set_can_go_on(member.name, running.can_go_on)
         return world
 
     def spare(self, parts: Mapping[int, Spared]) -> None:

@@ -20,7 +20,7 @@ from holdfast.coordinator.replacements import Replacements
 from holdfast.coordinator.world import Draining, Member, Phase, World
 from holdfast.protocol.extension import EndGeneration
 from holdfast.protocol.messages import (
-    Able,
+    CanGoOn,
     CannotRegroup,
     Notice,
     Replace,
@@ -138,7 +138,7 @@ class Regrouping:
         # (test_a_worker_killed_by_the_stop_of_such_a_drain_is_no_loss_to_survive).
         goes_on = drain is not None and (drain.saves or (drain.regroups and drain.safe_point is None))
         between = phase is Phase.REGROUPING or goes_on
-        expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
+        expected = between or (phase is Phase.RUNNING and (world.can_go_on_count or self.settling))
         if self.job.survive is Survive.OFF or not expected:
             return {}
         members, leaving = self.membership.members.keys() - set(silent), set(self.leaving(world))
@@ -181,8 +181,8 @@ class Regrouping:
     def _all_come(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether all workers at these places leave this generation when the order comes. Either they report that they
         can, or they are still entering it, and turn back (scenario `survive_second_loss`)."""
-        able = world.able
-        missing = [(name, each) for name, ranks in places.items() for each in set(ranks) - able.get(name, set())]
+        can_go_on = world.can_go_on
+        missing = [(name, each) for name, ranks in places.items() for each in set(ranks) - can_go_on.get(name, set())]
         # A worker that was able in this generation, and is not any more, has left its training function.
         return not missing or (self.settling and self._went_on.isdisjoint(missing))
 
@@ -336,16 +336,16 @@ class Regrouping:
         now: float,
         world: World,
         member: Member,
-        message: Able | ReplacementReady | ReplacementFailed | CannotRegroup,
+        message: CanGoOn | ReplacementReady | ReplacementFailed | CannotRegroup,
     ) -> list[Order]:
         match message:
-            case Able(generation, local_ranks):
+            case CanGoOn(generation, local_ranks):
                 # Also if the message is about an older generation: this agent suspends its workers since then.
                 member.suspends = True
                 if generation == world.generation:
-                    world.set_able(member.name, local_ranks)
+                    world.set_can_go_on(member.name, local_ranks)
                     self._went_on.update((member.name, each) for each in local_ranks)
-                    self._used = self._used or world.all_able
+                    self._used = self._used or world.all_can_go_on
                     self._settle(world)
             case ReplacementReady(_, local_ranks):
                 self.replacements.heard_ready(now, member.name, local_ranks)
@@ -357,14 +357,14 @@ class Regrouping:
 
     def _settle(self, world: World) -> None:
         """If all ranks are able to go on again, what was lost before is over."""
-        if world.all_able and not world.short_lease_s:
+        if world.all_can_go_on and not world.short_lease_s:
             members = self.membership.members
             present = [members[name] for name, ranks in world.places.items() if ranks and name in members]
             # One agent that suspends nothing is enough to need the whole lease: its workers would run beside the next
             # generation (test_an_agent_that_suspends_no_more_is_not_relied_on).
             known = [member.suspend_s if member.suspends else 0.0 for member in present]
             world.short_lease_s = self.limits.short_lease_of(max(known)) if known and all(known) else 0.0
-        if self.settling and world.all_able:
+        if self.settling and world.all_can_go_on:
             self.settling, self._attempts = False, 0
             self.incidents.over()
 
@@ -398,12 +398,12 @@ class Regrouping:
 
     def grows(self, now: float, world: World) -> bool:
         """Whether the replacements that are ready join now: all others are able to go on with them."""
-        return now >= self.replacements.join_at_s and world.all_able
+        return now >= self.replacements.join_at_s and world.all_can_go_on
 
     def at_safe_point(self, world: World, drain: Draining) -> Plan | None:
         """Plan how they join at the next safe point that all can reach. A worker in `ht.survive` reaches one after each
         step; it may have reached none yet."""
-        if not drain.regroups or not world.all_able:
+        if not drain.regroups or not world.all_can_go_on:
             return None
         return self._with_ready(world, drain.newest + 1)
 
@@ -441,7 +441,7 @@ class Regrouping:
 
     def next_change_s(self, now: float, world: World) -> float:
         """The time at which replacements have to be ordered, or join, while a generation runs."""
-        joins_at_s = self.replacements.join_at_s if world.all_able else inf
+        joins_at_s = self.replacements.join_at_s if world.all_can_go_on else inf
         return min(self.replacements.order_at_s(now), joins_at_s, self._rejoin_by_s)
 
     def due_at_s(self, now: float, world: World, since_s: float) -> float:
@@ -466,7 +466,7 @@ class Regrouping:
         return (
             self.job.survive is not Survive.OFF
             and self.job.grow is Grow.DRAIN
-            and world.all_able
+            and world.all_can_go_on
             and world.master[1] > 0
         )
 
@@ -474,7 +474,7 @@ class Regrouping:
         """Whether the workers are still starting, and will probably be able to go on with new ones then: to start them
         all again for a new node would cost more."""
         wanted = self.job.survive is not Survive.OFF and self.job.grow is Grow.DRAIN
-        return wanted and self._used and not (world.all_able or world.stepped or world.done_count)
+        return wanted and self._used and not (world.all_can_go_on or world.stepped or world.done_count)
 
     def arrived(self, world: World, member: Member) -> None:
         """This node has joined the running generation."""

@@ -133,15 +133,15 @@ class World:
     """The time since which no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
     stepped: bool = False
     """A rank has reported that it made a step."""
-    able: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that can go on in another generation, by member. Changed by `set_able`."""
-    able_count: int = 0
-    """The number of ranks in `able`."""
+    can_go_on: dict[str, set[int]] = field(default_factory=dict)
+    """Local ranks that can go on in another generation, by member. Changed by `set_can_go_on`."""
+    can_go_on_count: int = 0
+    """The number of ranks in `can_go_on`."""
     short_lease_s: float = 0.0
     """A member is lost after this silence, in seconds, if the others can go on without it: its workers are suspended
     by then. 0: not before its lease expires."""
     gone: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that failed, by member. Never empty sets: `all_able` asks whether there is one."""
+    """Local ranks that failed, by member. Never empty sets: `all_can_go_on` asks whether there is one."""
     master: tuple[str, int] = ("", 0)
     """MASTER_ADDR and MASTER_PORT, as in Start; port 0: this coordinator has not sent them."""
     drain: Draining | None = None
@@ -180,10 +180,10 @@ class World:
             if left is not None and len(self.left) < LEFT_MAX:
                 self.left.append(left)
 
-    def set_able(self, member: str, local_ranks: Iterable[int]) -> None:
-        before, after = self.able.get(member, set()), set(local_ranks).intersection(self.places[member])
-        self.able[member] = after
-        self.able_count += len(after) - len(before)
+    def set_can_go_on(self, member: str, local_ranks: Iterable[int]) -> None:
+        before, after = self.can_go_on.get(member, set()), set(local_ranks).intersection(self.places[member])
+        self.can_go_on[member] = after
+        self.can_go_on_count += len(after) - len(before)
 
     def lose(self, member: str, local_ranks: Iterable[int]) -> None:
         """These ranks failed."""
@@ -192,8 +192,8 @@ class World:
             self.gone.setdefault(member, set()).update(lost)
 
     @property
-    def all_able(self) -> bool:
-        return self.able_count == self.size and not self.done_count and not self.gone
+    def all_can_go_on(self) -> bool:
+        return self.can_go_on_count == self.size and not self.done_count and not self.gone
 
     @property
     def all_prepared(self) -> bool:

@@ -66,8 +66,8 @@ class Running(Struct, frozen=True, array_like=True):
     """Local ranks that have ended with 0."""
     local_ranks: LocalRanks | None = None
     """The local ranks that take part: see Assign."""
-    able: LocalRanks = ()
-    """The local ranks that can go on in another generation: see Able."""
+    can_go_on: LocalRanks = ()
+    """The local ranks that can go on in another generation: see CanGoOn."""
 
 
 class Join(AgentMessage, frozen=True, tag="join"):
@@ -157,7 +157,7 @@ class Progress(AgentMessage, frozen=True, tag="progress"):
     """The number of the ping that this message replaces (`Ping.number`), and that is answered; 0: it replaces none."""
 
 
-class Able(AgentMessage, frozen=True, tag="able"):
+class CanGoOn(AgentMessage, frozen=True, tag="can_go_on"):
     """These workers can go on in another generation: their training function runs in `ht.survive`. The message has the
     whole set of this node, and is sent when the set changes."""
 
@@ -436,7 +436,7 @@ FromAgent = (
     | Leave
     | Held
     | Progress
-    | Able
+    | CanGoOn
     | ReplacementReady
     | ReplacementFailed
     | CannotRegroup

@@ -29,7 +29,7 @@ CAUGHT_UP_MAX = 64
 """Number of messages of one worker that are taken at once: it may send without end."""
 
 
-class SaysAble(Struct, frozen=True, tag_field="is", tag="able"):
+class SaysCanGoOn(Struct, frozen=True, tag_field="is", tag="can_go_on"):
     """Its training function runs, and it can go on in another generation."""
 
     generation: Count
@@ -67,7 +67,7 @@ class WentOn(Struct, frozen=True, tag_field="is", tag="went_on"):
     """Time from its release until this step was done (s)."""
 
 
-WorkerMessage = SaysAble | SaysUnable | SaysReady | AtGate | Refuses | WentOn
+WorkerMessage = SaysCanGoOn | SaysUnable | SaysReady | AtGate | Refuses | WentOn
 
 
 class WorkerChannel:

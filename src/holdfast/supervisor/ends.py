@@ -65,7 +65,7 @@ class Worker(Struct):
     """The time of the order to start it (s of the loop's clock)."""
     raised: bool = False
     """Its program raised an exception, which is reported before the process ends."""
-    able: bool = False
+    can_go_on: bool = False
     """It can go on in another generation."""
     ready: bool = False
     """It is a replacement and waits for its first place."""

@@ -17,7 +17,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
+from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersCanGoOn
 from holdfast.agent.local_generation import Work
 from holdfast.journal import Journal
 from holdfast.linux import process_stat
@@ -31,7 +31,7 @@ from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.channel import (
     AtGate,
     Refuses,
-    SaysAble,
+    SaysCanGoOn,
     SaysReady,
     SaysUnable,
     WentOn,
@@ -249,10 +249,10 @@ class RunningGeneration:
             supervisor.kill_session(self._ended_pids.pop())
 
         # All were able when the safe point was agreed: those that are not any more have ended their training since.
-        ended = {rank for rank, worker in self._workers.items() if worker.generation and not worker.able}
+        ended = {rank for rank, worker in self._workers.items() if worker.generation and not worker.can_go_on}
         self._ended_before = set() if self._at_once else ended
         for worker in self._workers.values():
-            worker.able, worker.gate = False, 0
+            worker.can_go_on, worker.gate = False, 0
             if self._is_expected(worker) and self._channel is not None:
                 cut, leaves = not safe_point and worker.generation > 0, worker.local_rank not in self._taking_part
                 order = {"do": "release", "generation": self.number, "cut": cut, "leaves": leaves}
@@ -315,7 +315,7 @@ class RunningGeneration:
             supervisor.demand(CONFIRM_S_MAX)
         suspended = {rank for rank, stat in stats.items() if stat is not None and stat.state == "T"}
         for rank, worker in self._workers.items():
-            if rank not in suspended or not worker.able or len(suspended) == len(pids):
+            if rank not in suspended or not worker.can_go_on or len(suspended) == len(pids):
                 worker.suspended_at_s = inf
                 continue
             worker.suspended_at_s = min(now, worker.suspended_at_s)
@@ -378,12 +378,12 @@ class RunningGeneration:
         if worker is None:
             return
         match message:
-            case SaysAble(generation):
+            case SaysCanGoOn(generation):
                 # A message from before the release of this generation comes too late.
                 if (generation or worker.generation) == self.number and not self._gathering:
-                    self._set_able(worker, able=True)
+                    self._set_can_go_on(worker, can_go_on=True)
             case SaysUnable():
-                self._set_able(worker, able=False)
+                self._set_can_go_on(worker, can_go_on=False)
                 # If the safe point lies behind the last step, all of them end before it: that is no refusal.
                 if self._gathering and local_rank in self._taking_part and worker.generation:
                     if self._at_once:
@@ -415,16 +415,16 @@ class RunningGeneration:
         """The worker's connection was closed, so that it cannot be released any more."""
         worker = self._workers.get(local_rank)
         if worker is not None:
-            self._set_able(worker, able=False)
+            self._set_can_go_on(worker, can_go_on=False)
 
-    def _set_able(self, worker: Worker, *, able: bool) -> None:
-        if worker.able != able:
-            worker.able = able
-            ranks = tuple(sorted(rank for rank, each in self._workers.items() if each.able))
-            self._journal.write("able", generation=self.number, local_ranks=list(ranks))
-            self._emit(WorkersAble(self.number, ranks))
+    def _set_can_go_on(self, worker: Worker, *, can_go_on: bool) -> None:
+        if worker.can_go_on != can_go_on:
+            worker.can_go_on = can_go_on
+            ranks = tuple(sorted(rank for rank, each in self._workers.items() if each.can_go_on))
+            self._journal.write("can_go_on", generation=self.number, local_ranks=list(ranks))
+            self._emit(WorkersCanGoOn(self.number, ranks))
             if set(ranks) == set(self._taking_part):
-                self._phases.able()
+                self._phases.joined_process_group()
 
     def _ready(self, worker: Worker) -> None:
         if worker.generation or worker.ready:

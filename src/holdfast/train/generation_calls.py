@@ -146,7 +146,7 @@ class GenerationCalls:
                         rank.begin_call()
                         # From here on the main thread may be interrupted.
                         self.channel.train(self._cut, rank.may_interrupt, Released)
-                        self.channel.say("able", generation=self.functions.generation)
+                        self.channel.say("can_go_on", generation=self.functions.generation)
                         return train()
                     finally:
                         self.channel.arrive()  # otherwise an interruption could come in the code that follows

@@ -48,7 +48,7 @@ def went_on(generation):
 
 say("up", place())
 generation = 0
-tell(**({"is": "ready"} if replacement else {"is": "able", "generation": 0}))
+tell(**({"is": "ready"} if replacement else {"is": "can_go_on", "generation": 0}))
 print("said", file=sys.stderr, flush=True)
 while packet := channel.recv(65536):
     message = json.loads(packet)
@@ -73,6 +73,6 @@ while packet := channel.recv(65536):
         os.environ.update(message["environment"])
         generation = message["generation"]
         say("goes on", generation, place())
-        tell(**{"is": "able", "generation": generation})
+        tell(**{"is": "can_go_on", "generation": generation})
         if word != "late":
             went_on(generation)

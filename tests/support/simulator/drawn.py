@@ -47,7 +47,7 @@ class DrawnAgent(SimAgent):
         """Of the workers, the ones whose program has raised an exception."""
         self._unread: dict[int, Failure] = {}
         """What failed workers have left, by local rank."""
-        self._able: set[int] = set()
+        self._can_go_on: set[int] = set()
         self._gate: set[int] = set()
         """Workers that wait for their place in the next generation."""
         self._came: set[int] = set()
@@ -179,7 +179,7 @@ class DrawnAgent(SimAgent):
     def _begin_work(self, assign: Assign) -> None:
         """The workers that take part make steps from now on."""
         cluster = self.cluster
-        self._able, self._gate = set(), set()
+        self._can_go_on, self._gate = set(), set()
         used = assign.world_size - assign.world_size % cluster.options.multiple
         ranks = {local_rank: assign.rank_base + assign.place(local_rank) for local_rank in self.workers}
         self._spares = {local_rank for local_rank, rank in ranks.items() if rank >= used}
@@ -199,8 +199,8 @@ class DrawnAgent(SimAgent):
             self._worker_ends_soon(local_rank, 0, self._ends_s[local_rank] - cluster.clock.now)
             if cluster.options.survives:
                 delay_s = cluster.random.choice([0.001, 0.05, 0.05, 0.5])
-                able = partial(self._is_able, assign.generation, local_rank)
-                cluster.agenda.after(delay_s, partial(self._when_running, able))
+                can_go_on = partial(self._says_can_go_on, assign.generation, local_rank)
+                cluster.agenda.after(delay_s, partial(self._when_running, can_go_on))
         if cluster.options.steps:
             self._tell_progress(self._world)
 
@@ -336,10 +336,10 @@ class DrawnAgent(SimAgent):
 
     # Pretend workers that run in `ht.survive`: they go on in another generation, or not.
 
-    def _is_able(self, generation: int, local_rank: int) -> None:
+    def _says_can_go_on(self, generation: int, local_rank: int) -> None:
         if self.alive and generation == self.generation and local_rank in self.workers - self._raised:
-            self._able.add(local_rank)
-            self.handle(ev.WorkersAble(generation, tuple(sorted(self._able))))
+            self._can_go_on.add(local_rank)
+            self.handle(ev.WorkersCanGoOn(generation, tuple(sorted(self._can_go_on))))
 
     def _regroup(self, assign: Assign, safe_point: int) -> None:
         """The workers come to the gate: at once, or at the safe point unless their work ends before."""
