@@ -124,7 +124,7 @@ def test_survivors_that_do_not_wait_for_each_other_are_found(monkeypatch: pytest
 
 def test_survivors_that_do_not_wait_for_a_node_that_leaves_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_those_that_leave(world: World) -> bool:
-        return world.store_port is not None and world.prepared >= world.places.keys() - world.parting.keys()
+        return world.store_port is not None and world.prepared >= world.places.keys() - world.leaving_workers.keys()
 
     monkeypatch.setattr(World, "all_prepared", property(without_those_that_leave))
     assert "still runs generation" in first_broken_promise(lambda seed: surviving(seed, LEAVING))

@@ -648,7 +648,7 @@ class Agent:
             self._enter(Work.PREPARED)
         if self.work in (Work.PREPARED, Work.REGROUPING):
             self._prepared_s = now
-            self.current.parted = bool(self.current.parting)
+            self.current.leaving_workers_wait = bool(self.current.leaving_workers)
             self._send(Prepared(event.generation, event.store_port))
 
     # ---------------------------------------------------------------- RUNNING
@@ -983,7 +983,7 @@ class Agent:
         # The next generation was announced with the stop (scenario `worker_fails`).
         if current.following is not None and current.confirmed and self.leaving is None:
             self._on_assign(current.following)
-        if self.leaving is not None and (current.parted or not (self._drained and self.link is Link.UP)):
+        if self.leaving is not None and (current.leaving_workers_wait or not (self._drained and self.link is Link.UP)):
             self._end(farewell(self.leaving, drained=self._drained))
 
     # ---------------------------------------------------------------- this node's part ends

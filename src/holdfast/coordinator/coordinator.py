@@ -838,7 +838,7 @@ class Coordinator:
         ends before the others could have gone on."""
         if not self._at_work() or self._quit is not None or member.node.hosts_coordinator:
             self._member_gone(now, StopReason.MEMBER_LEFT, text)
-        elif member.name not in self._world().parting or self._needs(member):
+        elif member.name not in self._world().leaving_workers or self._needs(member):
             refused = self._survive(now, text)
             if refused is not None:
                 self._member_gone(now, StopReason.MEMBER_LEFT, text + refused)
@@ -850,7 +850,7 @@ class Coordinator:
         silent = self._liveness.silent(self.members.values(), now, short_s)
         if not silent and short_s < inf and self._authority.age_s(now) < short_s / 2:
             world = self._world()
-            nodes = [self.members[n] for n in world.order if n in self.members and n not in world.parting]
+            nodes = [self.members[n] for n in world.order if n in self.members and n not in world.leaving_workers]
             silent, lease_s = self._liveness.early(nodes, now, short_s), short_s
             # Both in test_early_loss.py: nodes that fall silent together are lost together, and the others are not
             # stopped for a node that they need. A node without a rank, whose replacements are starting, makes nobody
@@ -890,8 +890,8 @@ class Coordinator:
             return
         world, text = self._world(), f"{member.node.host} was lost: {reason}"
         # It was leaving, and the others wait for its last step (scenario `survive_leave_killed`).
-        if member.name in world.parting:
-            self._parted(now, member, text)
+        if member.name in world.leaving_workers:
+            self._leaving_workers_gone(now, member, text)
             return
         self._incidents.lost(member.node.host, reason, world.ranks_of(member.name))
         self._member_gone(now, StopReason.MEMBER_LOST, text)
@@ -1157,9 +1157,9 @@ class Coordinator:
     def _start(self, now: float, world: World) -> None:
         assert world.store_port is not None
         regrouped = self.phase is Phase.REGROUPING
-        parting = [self.members[name] for name in world.parting]
+        leaving_members = [self.members[name] for name in world.leaving_workers]
         # They have done the last step that the others needed (scenario `survive_leave`).
-        for member in parting:
+        for member in leaving_members:
             world.drop(member.name)
         members = [self.members[name] for name in world.order]
         world.started_s = now
@@ -1174,7 +1174,7 @@ class Coordinator:
         self._training.begin(world)
         for member in members:
             self._start_member(now, member, world)
-        for member in parting:  # the others do not need them any more
+        for member in leaving_members:  # the others do not need them any more
             self._tell(member, Stop(world.generation, StopReason.MEMBER_LEFT))
         self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
         self._out += self._regrouping.started(now, world)
@@ -1273,8 +1273,8 @@ class Coordinator:
         if new:
             self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
             world.lose(member.name, [failure.local_rank for failure in failures])
-            # It leaves, and its last step is done (test_parting.py).
-            if member.name in world.parting and not self._needs(member):
+            # It leaves, and its last step is done (test_leaving_nodes.py).
+            if member.name in world.leaving_workers and not self._needs(member):
                 return
             ranks = spans(failure.rank for failure in failures)
             refused = self._survive(now, f"rank {ranks} on {member.node.host} was lost ({how(failures[0])})")
@@ -1445,10 +1445,10 @@ class Coordinator:
         """Whether the others cannot leave their generation without the workers of this member, which leaves."""
         return not self._regrouping.cut and member.name not in self._world().prepared
 
-    def _parted(self, now: float, member: Member, text: str) -> None:
+    def _leaving_workers_gone(self, now: float, member: Member, text: str) -> None:
         """A node that leaves has no worker any more. If the others still need them for their last step, they cannot do
         it: they go on from the one before."""
-        needed = self._needs(member) and bool(self._world().parting[member.name])
+        needed = self._needs(member) and bool(self._world().leaving_workers[member.name])
         self._forget(member)
         # They cannot do that step any more, and go on from the one before (scenario `survive_leave_killed`).
         if needed:
@@ -1501,8 +1501,8 @@ class Coordinator:
         self._forgo_answer(member)
         current = self._at_work() and self._is_current(member, generation)
         # Its workers ended without an order: it leaves at once (scenario `survive_leave_at_once`).
-        if current and member.name in self._world().parting:
-            self._parted(now, member, f"{member.node.host} has left")
+        if current and member.name in self._world().leaving_workers:
+            self._leaving_workers_gone(now, member, f"{member.node.host} has left")
             return
         # It fenced itself, and the others go on without knowing it (test_coordinator_rules.py).
         if current and not self._world().drain_agreed and not self._world().finished(member.name):

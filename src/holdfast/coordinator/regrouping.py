@@ -235,7 +235,7 @@ class Regrouping:
         world = World(generation, plan.order, dict(plan.places))
         for name in self.leaving(before):
             gone = before.gone.get(name, set()) | before.done.get(name, set())
-            world.parting[name] = tuple(each for each in before.workers_of(name) if each not in gone)
+            world.leaving_workers[name] = tuple(each for each in before.workers_of(name) if each not in gone)
             self.forget(now, name)
         # Newcomers are no disturbance: a loss shortly after they joined is no quick failure
         # (test_a_replacement_that_joins_does_not_make_the_next_loss_a_quick_one).
@@ -418,7 +418,7 @@ class Regrouping:
             name: () if name in leaving else tuple(sorted((*world.places[name], *ready.get(name, ()))))
             for name in world.order
         }
-        if leaving and not self._may_part(world, places):
+        if leaving and not self._others_may_go_on(world, places):
             return None
         order = _with_ranks_first(places)
         base, fresh, joined = 0, list[int](), False
@@ -433,7 +433,7 @@ class Regrouping:
             new += f"{ranks_text(fresh)} {'joined' if joined else replaced}; "
         return Plan(order, places, f"{new}{self._go_on(base)}", safe_point, tuple(fresh))
 
-    def _may_part(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
+    def _others_may_go_on(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether the others can go on without the nodes that leave. With --survive wait they need as many ranks."""
         size = sum(map(len, places.values()))
         enough = size >= max(world.size, self._wanted) or self.job.survive is Survive.SHRINK

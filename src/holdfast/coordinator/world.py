@@ -114,7 +114,7 @@ class World:
     """Member names by group rank."""
     places: dict[str, tuple[int, ...]]
     """The local ranks of each member that take part, sorted. None of them: its workers are being replaced."""
-    parting: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    leaving_workers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Workers without a place in it, by member that leaves: until it begins they do what the others still need."""
     size: int = field(init=False)
     """Number of all ranks."""
@@ -203,7 +203,7 @@ class World:
         """Remove a member without a rank."""
         assert not self.places[member]
         del self.places[member]
-        self.parting.pop(member, None)
+        self.leaving_workers.pop(member, None)
         self.order = tuple(name for name in self.order if name != member)
         self.prepared.discard(member)
 
@@ -235,11 +235,11 @@ class World:
     @property
     def free(self) -> bool:
         """What its workers end with costs no restart: a node leaves, and the others may be stopped for that."""
-        return self.drain_agreed or bool(self.parting)
+        return self.drain_agreed or bool(self.leaving_workers)
 
     def workers_of(self, member: str) -> tuple[int, ...]:
         """Local ranks of the workers of this member that take part, or did until now."""
-        return (*self.places[member], *self.parting.get(member, ()))
+        return (*self.places[member], *self.leaving_workers.get(member, ()))
 
     def finished(self, member: str) -> bool:
         """Whether all these workers ended with 0."""
