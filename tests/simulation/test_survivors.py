@@ -63,7 +63,7 @@ def test_ranks_are_lost_while_others_are_on_their_way_into_a_generation(monkeypa
     without, generations = Regrouping.without, list[int]()
 
     def noted(self: Regrouping, now: float, world: World, phase: Phase, what: str) -> Plan | str:
-        on_the_way = self.settling and phase is Phase.RUNNING
+        on_the_way = self.rejoining and phase is Phase.RUNNING
         plan = without(self, now, world, phase, what)
         if on_the_way and isinstance(plan, Plan):
             generations.append(world.generation)

@@ -1132,8 +1132,8 @@ class Coordinator:
         elif generation == self.generation and self.phase in (Phase.PREPARING, Phase.REGROUPING):
             self._world().on_prepared(member.name, message.store_port)
         # It joins beside running workers, and starts its own (scenario `survive_node_lost`).
-        elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
-            self._regrouping.arrived(self._world(), member)
+        elif generation == self.generation and self._at_work() and member.name in self._regrouping.joining:
+            self._regrouping.joined(self._world(), member)
             self._membership.set_busy(member, generation)
             self._start_member(now, member, self._world())
 
@@ -1222,13 +1222,13 @@ class Coordinator:
     def _has_room(self) -> bool:
         """Whether the running world would accept one more node."""
         world = self._world()
-        size = len(world.order) + len(self._regrouping.arriving)
+        size = len(world.order) + len(self._regrouping.joining)
         return self.job.grow is not Grow.NEVER and size < self.job.max_nodes and not world.done
 
     def _newcomers(self) -> Collection[Member]:
         """Candidates that are not in the running world."""
-        outsiders, arriving = self._membership.outsiders(self._now, self._world().places), self._regrouping.arriving
-        return [member for member in outsiders if member.name not in arriving] if arriving else outsiders
+        outsiders, joining = self._membership.outsiders(self._now, self._world().places), self._regrouping.joining
+        return [member for member in outsiders if member.name not in joining] if joining else outsiders
 
     def _take_in(self, now: float, world: World) -> None:
         """Let the newcomers join: beside the running workers, if all of these are able to go on with them later."""
@@ -1236,7 +1236,7 @@ class Coordinator:
         text = f"node{'' if len(newcomers) == 1 else 's'} {names(newcomers)} joined"
         # Workers that ran in `ht.survive` before, and start now, will be able to go on with the newcomers: a stop would
         # restart them in vain (test_regrouping.py).
-        if self._regrouping.settling or self._regrouping.may_admit_later(world):
+        if self._regrouping.rejoining or self._regrouping.may_admit_later(world):
             self._gather_until_s = now + self.limits.gather_s
         # Beside the running workers (scenario `survive_node_lost`).
         elif self._regrouping.admits(world):
@@ -1250,11 +1250,11 @@ class Coordinator:
     def _admit(self, newcomers: Collection[Member]) -> None:
         """Let these join the running generation without a worker in it, as far as there is room."""
         world = self._world()
-        room = self.job.max_nodes - len(world.order) - len(self._regrouping.arriving)
-        arriving = sorted(newcomers, key=lambda member: member.arrival)[:room]
-        self._regrouping.arriving.update(member.name for member in arriving)
-        places = assigned(world, self.members, self.budget.used, arriving)
-        for member in arriving:
+        room = self.job.max_nodes - len(world.order) - len(self._regrouping.joining)
+        joining = sorted(newcomers, key=lambda member: member.arrival)[:room]
+        self._regrouping.joining.update(member.name for member in joining)
+        places = assigned(world, self.members, self.budget.used, joining)
+        for member in joining:
             self._tell(member, places[member.name])
 
     def _on_failures(self, now: float, member: Member, message: WorkersFailed) -> None:
@@ -1307,7 +1307,7 @@ class Coordinator:
         """Drain because this member leaves. If the whole job is to end, nobody goes on without it."""
         text = f"{leaving.node.host} is leaving ({leaving.leaving})"
         # When the whole job ends, all workers save at one safe point and end there (scenario `stop_saves`).
-        regroups = self._quit is None and (self._world().can_go_on_count > 0 or self._regrouping.settling)
+        regroups = self._quit is None and (self._world().can_go_on_count > 0 or self._regrouping.rejoining)
         self._drain(now, StopReason.MEMBER_LEFT, text, regroups=regroups)
 
     def _drain(self, now: float, reason: StopReason, text: str, *, regroups: bool = False, saves: bool = False) -> None:

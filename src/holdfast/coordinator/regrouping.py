@@ -74,7 +74,7 @@ class Regrouping:
     membership: Membership
     replacements: Replacements
     incidents: Incidents
-    settling: bool = False
+    rejoining: bool = False
     """The generation was formed of running workers, and not all of them are able to go on from it."""
     began_s: float = 0.0
     """The time at which that began."""
@@ -84,7 +84,7 @@ class Regrouping:
     """Whether another coordinator would continue the job without these agents, of which one has the coordinator."""
     longest_step_s: Callable[[], float] = lambda: 0.0
     """The longest step so far; 0: unknown."""
-    arriving: set[str] = field(default_factory=set)
+    joining: set[str] = field(default_factory=set)
     """Members that join the running generation without a worker in it, and are not prepared yet."""
     plan: Plan | None = None
     """The plan by which the newest generation was formed; None: it was gathered."""
@@ -103,10 +103,10 @@ class Regrouping:
 
     def reset(self) -> None:
         """All workers are stopped: the next generation is gathered."""
-        self.plan, self.settling, self._wanted, self._attempts = None, False, 0, 0
+        self.plan, self.rejoining, self._wanted, self._attempts = None, False, 0, 0
         self.replacements.reset()
         self._rejoin_by_s = inf
-        for each in (self.past, self.arriving, self._newcomers):
+        for each in (self.past, self.joining, self._newcomers):
             each.clear()
 
     # ---------------------------------------------------------------- a loss
@@ -138,7 +138,7 @@ class Regrouping:
         # (test_a_worker_killed_by_the_stop_of_such_a_drain_is_no_loss_to_survive).
         goes_on = drain is not None and (drain.saves or (drain.regroups and drain.safe_point is None))
         between = phase is Phase.REGROUPING or goes_on
-        expected = between or (phase is Phase.RUNNING and (world.can_go_on_count or self.settling))
+        expected = between or (phase is Phase.RUNNING and (world.can_go_on_count or self.rejoining))
         if self.job.survive is Survive.OFF or not expected:
             return {}
         members, leaving = self.membership.members.keys() - set(silent), set(self.leaving(world))
@@ -184,7 +184,7 @@ class Regrouping:
         can_go_on = world.can_go_on
         missing = [(name, each) for name, ranks in places.items() for each in set(ranks) - can_go_on.get(name, set())]
         # A worker that was able in this generation, and is not any more, has left its training function.
-        return not missing or (self.settling and self._went_on.isdisjoint(missing))
+        return not missing or (self.rejoining and self._went_on.isdisjoint(missing))
 
     def _charge(self, now: float, world: World) -> str:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
@@ -193,7 +193,7 @@ class Regrouping:
             return ""
         # A loss after a start is another one, also if not all ranks were able since the one before. Else replacements
         # that are lost whenever they join would cost nothing (scenario `survive_join_lost`).
-        another = self.settling and world.started_s is not None
+        another = self.rejoining and world.started_s is not None
         if incident.charged and not another:
             return ""
         failures = incident.failures[-1:] if another else incident.failures
@@ -225,13 +225,13 @@ class Regrouping:
     def form(self, now: float, generation: int, plan: Plan, before: World) -> World:
         """The world of a plan. The incident stays the newest one until all ranks are able to go on from that world: if
         they are not, it is the reason for the restart."""
-        if not self.settling:
+        if not self.rejoining:
             self.began_s = now
-        self.settling, self.plan = True, plan
+        self.rejoining, self.plan = True, plan
         self.past[before.generation] = PastGeneration(before, self.incidents.newest)
         self.incidents.carried_on()
         self.past.pop(before.generation - PAST_MAX, None)
-        self.arriving.clear()
+        self.joining.clear()
         world = World(generation, plan.order, dict(plan.places))
         for name in self.leaving(before):
             gone = before.gone.get(name, set()) | before.done.get(name, set())
@@ -364,8 +364,8 @@ class Regrouping:
             # generation (test_an_agent_that_suspends_no_more_is_not_relied_on).
             known = [member.suspend_s if member.suspends else 0.0 for member in present]
             world.short_lease_s = self.limits.short_lease_of(max(known)) if known and all(known) else 0.0
-        if self.settling and world.all_can_go_on:
-            self.settling, self._attempts = False, 0
+        if self.rejoining and world.all_can_go_on:
+            self.rejoining, self._attempts = False, 0
             self.incidents.over()
 
     def _replacements_failed(
@@ -456,7 +456,7 @@ class Regrouping:
     def forget(self, now: float, member: str) -> None:
         """This member is lost, leaves, or has no process any more."""
         self.replacements.forget(now, member)
-        self.arriving.discard(member)
+        self.joining.discard(member)
         self._newcomers.discard(member)
 
     # ---------------------------------------------------------------- nodes that arrive
@@ -476,9 +476,9 @@ class Regrouping:
         wanted = self.job.survive is not Survive.OFF and self.job.grow is Grow.DRAIN
         return wanted and self._used and not (world.all_can_go_on or world.stepped or world.done_count)
 
-    def arrived(self, world: World, member: Member) -> None:
+    def joined(self, world: World, member: Member) -> None:
         """This node has joined the running generation."""
-        self.arriving.discard(member.name)
+        self.joining.discard(member.name)
         self._newcomers.add(member.name)
         world.places[member.name] = ()
         world.order = (*world.order, member.name)
