@@ -86,7 +86,7 @@ class Voters:
         self._older = OlderJob(limits, now, places)
         self._ask_at_s = now
         """The time at which to ask the witnesses, while it founds the job."""
-        self._floor = 0
+        self._newest_before = 0
         """The newest generation that the old coordinator may have started. The coordinator forms none with a smaller
         number."""
         self._local_name = ""
@@ -114,7 +114,7 @@ class Voters:
         if charter is None:
             return None
         died_s = self._began_s - succession.silent_s
-        self._floor = charter.generation
+        self._newest_before = charter.generation
         if charter.generation:
             self._nodes.take(charter, died_s)
         # A connection that was closed does not prove that the process has ended: one that is refused does
@@ -186,7 +186,7 @@ class Voters:
 
     def check_invariants(self) -> None:
         newest = self._facts.newest_generation
-        assert newest == 0 or newest >= self._floor
+        assert newest == 0 or newest >= self._newest_before
         assert not (self._held and self._charters.settled)
 
     # ---------------------------------------------------------------- what it learns
@@ -279,7 +279,7 @@ class Voters:
     def reported(self, now: float, join: Join) -> float:
         """The voters know when the old coordinator was confirmed last. The time at which one agent lost its link says
         less."""
-        if join.last_generation <= self._floor:
+        if join.last_generation <= self._newest_before:
             return -inf
         died_s = min(self._began_s, now - join.unlinked_s)
         self._older.lost(died_s)
@@ -312,7 +312,7 @@ class Voters:
     def _goes_on_at_s(self) -> float:
         """The time at which those that have come continue without suspended nodes; inf: they do not, or need not."""
         previous = self._facts.previous
-        if self._facts.world is not None or previous.whole or previous.generation != self._floor:
+        if self._facts.world is not None or previous.whole or previous.generation != self._newest_before:
             return inf
         at_s = self._nodes.goes_on_at_s
         return at_s if at_s < inf and previous.spares(self._facts.job) else inf
@@ -348,7 +348,7 @@ class Voters:
         """There was an older job. Continue it, unless its voters elect another coordinator, or it has one."""
         if not self._older.heard(now, recall):
             return None
-        self._floor = recall.charter.generation
+        self._newest_before = recall.charter.generation
         return Inherited(recall.charter, recall.term)
 
     def _witnessed(self, now: float, polled: Polled) -> Inherited | None:
@@ -436,7 +436,7 @@ class Voters:
         spent = budget.used, budget.streak, budget.identical, budget.last_signature
         about = (
             self._facts.newest_generation,
-            self._floor,
+            self._newest_before,
             formed,
             spent,
             self._facts.outcome is None,
@@ -456,7 +456,7 @@ class Voters:
         return Charter(
             position=NO_CHARTER,
             voters=(),
-            generation=max(self._facts.newest_generation, self._floor),
+            generation=max(self._facts.newest_generation, self._newest_before),
             nodes=nodes,
             listeners=listeners,
             led_from=self._led_from(world) if world is not None else before.led_from,
