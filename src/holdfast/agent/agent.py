@@ -919,7 +919,7 @@ class Agent:
         if current is None and stop.generation == self._last_generation:
             if self.leaving is not None:
                 # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
-                self._end(farewell(self.leaving, drained=self._drained))
+                self._end(outcome_of_signal(self.leaving, drained=self._drained))
             elif stop.following is not None:  # its workers ended before the order arrived
                 self._on_assign(stop.following)
             return
@@ -984,7 +984,7 @@ class Agent:
         if current.following is not None and current.confirmed and self.leaving is None:
             self._on_assign(current.following)
         if self.leaving is not None and (current.leaving_workers_wait or not (self._drained and self.link is Link.UP)):
-            self._end(farewell(self.leaving, drained=self._drained))
+            self._end(outcome_of_signal(self.leaving, drained=self._drained))
 
     # ---------------------------------------------------------------- this node's part ends
 
@@ -993,7 +993,7 @@ class Agent:
         if self.leaving is not None:
             if self._at_work() or self.work is Work.STOPPING:
                 self._kill()
-            self._end(farewell(self.leaving, drained=False))
+            self._end(outcome_of_signal(self.leaving, drained=False))
             return
         self.leaving = event
         self._leave_by_s = now + self.limits.drain_s
@@ -1035,7 +1035,7 @@ class Agent:
         self._leave(by)
         if self._at_work() or self.work is Work.STOPPING:
             self._kill()
-        self._end(farewell(event, drained=False))
+        self._end(outcome_of_signal(event, drained=False))
 
     def _go(self, now: float) -> None:
         """A leaving agent waits for nothing any more: stop the workers that are left, and end."""
@@ -1045,7 +1045,7 @@ class Agent:
             self._stop(now, signal.SIGTERM if self.leaving.preempt else self.leaving.signum)
         current = self.current
         drained = self._drained or (current is not None and current.left_at_safe_point)
-        self._end(farewell(self.leaving, drained=drained))
+        self._end(outcome_of_signal(self.leaving, drained=drained))
 
     def _leave(self, reason: str, *, drain: bool = False) -> None:
         if self._joined:
@@ -1094,7 +1094,7 @@ class Agent:
         self._out.append(Note(event, fields))
 
 
-def farewell(event: Signalled, *, drained: bool) -> Outcome:
+def outcome_of_signal(event: Signalled, *, drained: bool) -> Outcome:
     """The outcome of this node after a signal: requeue if it was a preemption or if everything is saved."""
     if drained or event.preempt:
         how = "its workers stopped at a safe point" if drained else "its workers were stopped"
