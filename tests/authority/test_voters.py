@@ -221,7 +221,7 @@ def test_an_agent_that_knows_a_newer_term_deposes_it() -> None:
         msg.Join(node(4), 1, term=7),
         Renewed(7, 1, NO_CHARTER),
         msg.Supersede(7, "10.0.0.9", 7000, "n9#1", elected=True),
-        msg.Recall(Charter(NO_CHARTER, ()), 7, 0.0),
+        msg.ReportCharter(Charter(NO_CHARTER, ()), 7, 0.0),
         Polled(7, granted=False, voter="n2#1"),
     ],
     ids=lambda message: type(message).__name__,
@@ -300,7 +300,7 @@ def test_a_founder_that_continues_an_older_charter_may_be_another_job() -> None:
     """The older one may live on the other side of a cut: its snapshot folder is not free."""
     harness = VotersHarness()
     harness.join(1)
-    recalled(harness, 2)
+    reported(harness, 2)
     harness.wait(25.0)
     harness.prepare(1, 2)
     assert harness.to(1, msg.Start)[0].job_uid == "n1#1"
@@ -336,17 +336,17 @@ def test_the_founder_steps_down_for_the_job_that_lives() -> None:
     assert harness.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
 
 
-def recalled(harness: VotersHarness, *links: int, patience_s: float = 20.0) -> None:
+def reported(harness: VotersHarness, *links: int, patience_s: float = 20.0) -> None:
     """An agent that knows of an older job of the nodes 11, 12 and 13 connects, and then these agents join."""
     older = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 9), job_uid="n11#1")
     harness.give(LinkOpened(9, "10.0.0.12", "10.0.0.1"))
-    harness.give(Heard(9, msg.Recall(older, 4, 1.0, patience_s)))
+    harness.give(Heard(9, msg.ReportCharter(older, 4, 1.0, patience_s)))
     harness.join(*links)
 
 
 def test_who_has_formed_a_generation_continues_no_other() -> None:
     harness = VotersHarness().started(1, 2, 3)
-    recalled(harness)
+    reported(harness)
     assert harness.voters.older is None
 
 

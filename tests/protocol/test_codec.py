@@ -48,12 +48,12 @@ from holdfast.protocol.messages import (
     Pong,
     Prepared,
     Progress,
-    Recall,
     Refuse,
     Regroup,
     Replace,
     ReplacementFailed,
     ReplacementReady,
+    ReportCharter,
     Start,
     Stop,
     Stopped,
@@ -370,7 +370,7 @@ def test_an_outcome_fits_into_a_frame_whatever_carries_it(ranks: int) -> None:
         Finish(outcome),
         Renew(1, 1, charter),
         Polled(1, granted=False, charter=charter),
-        Recall(charter, 1, 0.0),
+        ReportCharter(charter, 1, 0.0),
     ]
     for carrier in carriers:
         data = encode(carrier)

@@ -52,7 +52,7 @@ from holdfast.protocol.messages import (
     Joined,
     Moved,
     Pong,
-    Recall,
+    ReportCharter,
     Resume,
     Start,
     Supersede,
@@ -218,8 +218,8 @@ class Voters:
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})", term))
             case Heard(link, Supersede() as call):
                 return Handled(self._called(link, call))
-            case Heard(_, Recall() as recall) if self.forms:
-                return self._recalled(now, recall)
+            case Heard(_, ReportCharter() as report) if self.forms:
+                return self._continue_older(now, report)
             case Heard(link, Polled() as polled) if self.forms and link in self._witnesses:
                 self._older.answered((self._witnesses[link].host, self._witnesses[link].port))
                 return self._witnessed(now, polled)
@@ -344,12 +344,12 @@ class Voters:
     def _moved(self, own: Seat) -> Moved:
         return Moved(self.term, own.address, own.port, own.name, elected=not self.founded)
 
-    def _recalled(self, now: float, recall: Recall) -> Inherited | None:
+    def _continue_older(self, now: float, report: ReportCharter) -> Inherited | None:
         """There was an older job. Continue it, unless its voters elect another coordinator, or it has one."""
-        if not self._older.heard(now, recall):
+        if not self._older.heard(now, report):
             return None
-        self._newest_before = recall.charter.generation
-        return Inherited(recall.charter, recall.term)
+        self._newest_before = report.charter.generation
+        return Inherited(report.charter, report.term)
 
     def _witnessed(self, now: float, polled: Polled) -> Inherited | None:
         charter, limits = polled.charter, self._limits
@@ -360,8 +360,8 @@ class Voters:
             return None
         left_s = limits.elect_s if polled.follows else max(0.0, limits.elect_s - polled.silent_s)
         patience_s = left_s if polled.follows or len(charter.seats) >= VOTERS_MIN else 0.0
-        recall = Recall(charter, polled.term, polled.silent_s, patience_s, follows=bool(polled.follows))
-        return self._recalled(now, recall)
+        report = ReportCharter(charter, polled.term, polled.silent_s, patience_s, follows=bool(polled.follows))
+        return self._continue_older(now, report)
 
     def _ask_witnesses(self, now: float) -> list[Command]:
         """Ask the witnesses whether they know of an older job."""

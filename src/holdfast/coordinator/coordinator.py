@@ -396,7 +396,7 @@ class Coordinator:
                 return list(answers)
             case Inherited(charter, term):
                 number, generation = charter.position.number, charter.generation
-                self._note("recalled", number=number, term=term, generation=generation)
+                self._note("charter_reported", number=number, term=term, generation=generation)
                 self._inherit(now, charter, 0.0)  # nobody knows how old it is
                 self._abandon(self.previous.heard_of(generation))
             case NodeEnded():

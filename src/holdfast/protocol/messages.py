@@ -208,7 +208,7 @@ class Supersede(AgentMessage, frozen=True, tag="supersede"):
     """It has formed no generation yet."""
 
 
-class Recall(AgentMessage, frozen=True, tag="recall"):
+class ReportCharter(AgentMessage, frozen=True, tag="report_charter"):
     """An agent that has taken part in the job reports the charter to a coordinator that founded the job again. That one
     continues the charter, or steps down. It is sent before a Join, or without one while the job's voters may still
     elect another coordinator."""
@@ -445,7 +445,7 @@ FromAgent = (
     | Extended
     | BetweenVoters
     | Supersede
-    | Recall
+    | ReportCharter
 )
 FromCoordinator = (
     Joined

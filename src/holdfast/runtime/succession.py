@@ -204,9 +204,9 @@ class SuccessionClient:
         self._link = WatchedLink(self.service.connect_locally(), self._voter)
         # If the coordinator here has founded the job a second time, our own voter may know of the first one.
         voters, voter = self.service.voters, self._voter.machine
-        recall = voter.recall(self._loop.time(), "", voters.term, founded=voters.founded, forms=voters.forms)
-        if recall is not None:
-            self._link.send(recall)
+        report = voter.charter_report(self._loop.time(), "", voters.term, founded=voters.founded, forms=voters.forms)
+        if report is not None:
+            self._link.send(report)
         return self._link
 
     async def _seek(self, node: NodeSpec, voter: VoterService) -> CoordinatorLink | None:
@@ -304,9 +304,9 @@ class SuccessionClient:
         accepted, voter = connection.accepted, self._voter
         assert voter is not None
         now, founder = self._loop.time(), (accepted.name, accepted.term)
-        recall = voter.machine.recall(now, *founder, founded=accepted.founded, forms=accepted.forms)
-        if recall is not None:
-            connection.send(recall)
+        report = voter.machine.charter_report(now, *founder, founded=accepted.founded, forms=accepted.forms)
+        if report is not None:
+            connection.send(report)
         if voter.machine.ignores(now, *founder, founded=accepted.founded):
             connection.close()
             raise CoordinatorUnreachableError(
@@ -332,9 +332,11 @@ class SuccessionClient:
                 found_there = machine.term
             elif accepted.forms and machine.calls:
                 about = accepted.name, accepted.term
-                recall = machine.recall(self._loop.time(), *about, founded=accepted.founded, forms=accepted.forms)
-                if recall is not None:
-                    connection.send(recall)
+                report = machine.charter_report(
+                    self._loop.time(), *about, founded=accepted.founded, forms=accepted.forms
+                )
+                if report is not None:
+                    connection.send(report)
                     voter.feed(FounderMet())
             connection.close()
 

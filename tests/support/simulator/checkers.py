@@ -191,7 +191,7 @@ class SuccessionChecker(WorldChecker):
         other = self._elected.setdefault((self._line_of[coordinator], term), coordinator)
         self._require(other == coordinator, f"coordinators {other} and {coordinator} are both elected in term {term}")
 
-    def recalls(self, coordinator: int, charter: Charter) -> None:
+    def charter_reported(self, coordinator: int, charter: Charter) -> None:
         """A coordinator that founded the job continues this charter, as it has heard."""
         before = self._founders.get(self._writers[self._key(charter)], charter.position)
         self._continue(coordinator, charter)
@@ -269,12 +269,12 @@ class SuccessionChecker(WorldChecker):
     def _founds(self, coordinator: int) -> None:
         """A founder that decides for the first time, or a successor that continues what it wrote, begins another job if
         it does not continue the newest charter."""
-        recalled, newest = self._founders.pop(coordinator, None), self.newest
-        if recalled is None:
+        reported, newest = self._founders.pop(coordinator, None), self.newest
+        if reported is None:
             return
         for later in [each for each, before in self._continues.items() if before == coordinator]:
             self._founders.pop(later, None)
-        if newest is not None and self._job_of[coordinator] == self._present and recalled >= newest.position:
+        if newest is not None and self._job_of[coordinator] == self._present and reported >= newest.position:
             before = self._decided[self._present]
             if before == coordinator or not self._leads(before):
                 return  # else that one is its only voter, cut off from this founder: from now on there are two jobs

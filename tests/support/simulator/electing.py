@@ -288,7 +288,7 @@ class ElectingAgent(DrawnAgent):
                 self._place = place
                 self._link_to(leader)
             elif leader is not None:
-                self._recall(leader)
+                self._report_charter(leader)
                 self._failed(attempt)
             elif where is not None and hops and where.address != self.world.address(self.host):
                 self._try(attempt, (where.address, where.port), hops - 1)
@@ -311,7 +311,7 @@ class ElectingAgent(DrawnAgent):
         if not self.alive or leader is None or leader.number == self.coordinator_number:
             return
         if leader.introduction().forms and self.voter.machine.calls:
-            self._recall(leader)
+            self._report_charter(leader)
             self.voter.handle(vote.FounderMet())
 
     def _failed(self, attempt: int) -> None:
@@ -337,20 +337,20 @@ class ElectingAgent(DrawnAgent):
         about, now = coordinator.introduction(), self.world.clock.now
         return bool(self.voter.machine.ignores(now, about.name, about.term, founded=about.founded))
 
-    def _recall(self, coordinator: SimReplicated, end: FakeEnd | None = None) -> None:
+    def _report_charter(self, coordinator: SimReplicated, end: FakeEnd | None = None) -> None:
         """`end`: of the link by which it joins; None: it does not join."""
         about = coordinator.introduction()
         name = "" if coordinator is self.coordinator else about.name  # as in the runtime
         now, voter = self.world.clock.now, self.voter.machine
-        recall = voter.recall(now, name, about.term, founded=about.founded, forms=about.forms)
-        if recall is None:
+        report = voter.charter_report(now, name, about.term, founded=about.founded, forms=about.forms)
+        if report is None:
             return
         if end is None:
             link = self.world.network.connect(self.host, coordinator.host)
             coordinator.accept(link.b, self.host)
             end = link.a
             self.world.agenda.after(self.world.limits.poll_s, end.close)
-        end.send(recall)
+        end.send(report)
 
     def _link_to(self, coordinator: SimReplicated) -> None:
         self._attempt += 1
@@ -362,7 +362,7 @@ class ElectingAgent(DrawnAgent):
         link.a.on_closed = partial(self._on_link, link.a, self._link_lost)
         self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
-        self._recall(coordinator, link.a)
+        self._report_charter(coordinator, link.a)
         self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term))
 
     def _on_link(self, end: FakeEnd, action: Callable[[Any], None], what: object) -> None:
@@ -448,7 +448,7 @@ class SimReplicated(SimCoordinator):
         older = self.voters.older
         if older is not None and older is not self._older:
             self._older = older
-            self.cluster.jobs.recalls(self.number, older)
+            self.cluster.jobs.charter_reported(self.number, older)
 
     def _count(self, count: Callable[[], None]) -> None:
         """Every charter that counts is seen, before anything follows from it: also one without voters, of a coordinator
