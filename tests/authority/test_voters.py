@@ -220,7 +220,7 @@ def test_an_agent_that_knows_a_newer_term_deposes_it() -> None:
     [
         msg.Join(node(4), 1, term=7),
         Renewed(7, 1, NO_CHARTER),
-        msg.Supersede(7, "10.0.0.9", 7000, "n9#1", elected=True),
+        msg.ContestEndpoint(7, "10.0.0.9", 7000, "n9#1", elected=True),
         msg.ReportCharter(Charter(NO_CHARTER, ()), 7, 0.0),
         Polled(7, granted=False, voter="n2#1"),
     ],
@@ -240,14 +240,16 @@ def test_of_two_founders_of_the_same_term_the_one_with_the_later_name_goes_on(fo
     desks = [VotersHarness(own=own) for own in (1, 2)]
     for number, harness in enumerate(desks, 1):
         harness.started(1, 2, 3) if formed else harness.join(number)
-    calls = [harness.voters.call(f"10.0.0.{number}", 7000) for number, harness in enumerate(desks, 1)]
-    assert [call.term for call in calls] == [1, 1]
-    for harness, call in zip(desks, reversed(calls), strict=True):
-        harness.give(LinkOpened(9, call.address, "10.0.0.8"))
-        harness.give(Heard(9, call))
+    contests = [harness.voters.contest(f"10.0.0.{number}", 7000) for number, harness in enumerate(desks, 1)]
+    assert [contest.term for contest in contests] == [1, 1]
+    for harness, contest in zip(desks, reversed(contests), strict=True):
+        harness.give(LinkOpened(9, contest.address, "10.0.0.8"))
+        harness.give(Heard(9, contest))
         for command in harness.did(ProveCaller):
-            assert command.call == call  # type: ignore[union-attr]
-            harness.give(Deposed(call.term, call.address, call.port, call.name, call.elected, call.forms))
+            assert command.contest == contest  # type: ignore[union-attr]
+            harness.give(
+                Deposed(contest.term, contest.address, contest.port, contest.name, contest.elected, contest.forms)
+            )
     assert [harness.machine.stepped_down for harness in desks] == [True, False]
     if formed:
         (moved,) = desks[1].to(9, msg.Moved)
@@ -329,9 +331,9 @@ def test_the_founder_steps_down_for_the_job_that_lives() -> None:
     harness = VotersHarness()
     harness.join(1)
     harness.give(LinkOpened(9, "10.0.0.2", "10.0.0.1"))
-    call = msg.Supersede(1, "10.0.0.2", 7000, "n2#1")
-    harness.give(Heard(9, call))
-    assert harness.did(ProveCaller) == [ProveCaller(call)]
+    contest = msg.ContestEndpoint(1, "10.0.0.2", 7000, "n2#1")
+    harness.give(Heard(9, contest))
+    assert harness.did(ProveCaller) == [ProveCaller(contest)]
     harness.give(Deposed(1, "10.0.0.2", 7000, "n2#1"))
     assert harness.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
 
@@ -355,7 +357,7 @@ def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
     harness.join(2, 3, last=4)
     harness.prepare(2, 3)
     harness.give(LinkOpened(9, "10.0.0.1", "10.0.0.2"))
-    harness.give(Heard(9, msg.Supersede(1, "10.0.0.1", 7000)))
+    harness.give(Heard(9, msg.ContestEndpoint(1, "10.0.0.1", 7000)))
     assert harness.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000, "n2#1", elected=True)]
     harness.give(Deposed(2, "10.0.0.1", 7000))
     assert not harness.did(StepDown)

@@ -214,7 +214,7 @@ MESSAGES: list[msg.FromAgent] = [
     msg.Ask(1, "profile", "a user", b'{"ranks": [0], "steps": 5}'),
     *(msg.Extended(each.name, body) for each in EXTENSIONS for body in (b"", b"\x92\x01\x90")),
     Poll(2, Seat("n9#1", "n9", "10.0.0.9", 1), CharterPosition(1, 1)),
-    msg.Supersede(2, "10.0.0.9", 1),
+    msg.ContestEndpoint(2, "10.0.0.9", 1),
     msg.ReportCharter(Charter(CharterPosition(1, 1), ()), 1, 0.0),
     msg.Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, msg.Running(1, 0, 1, 0)),
     msg.Leave("SIGTERM"),

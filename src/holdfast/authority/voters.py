@@ -46,6 +46,7 @@ from holdfast.protocol.charter import (
 )
 from holdfast.protocol.messages import (
     Answer,
+    ContestEndpoint,
     Extended,
     Finish,
     Join,
@@ -55,7 +56,6 @@ from holdfast.protocol.messages import (
     ReportCharter,
     Resume,
     Start,
-    Supersede,
 )
 from holdfast.protocol.policy import Limits, NodeSpec, Note
 
@@ -216,8 +216,8 @@ class Voters:
                 return self._on_renewed(now, link, renewed)
             case Heard(_, Join(term=term) as join) if term > self.term and not self.forms and self._votes(join.node):
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})", term))
-            case Heard(link, Supersede() as call):
-                return Handled(self._called(link, call))
+            case Heard(link, ContestEndpoint() as contest):
+                return Handled(self._contested(link, contest))
             case Heard(_, ReportCharter() as report) if self.forms:
                 return self._continue_older(now, report)
             case Heard(link, Polled() as polled) if self.forms and link in self._witnesses:
@@ -330,14 +330,14 @@ class Voters:
         """Whether this agent, which has not joined yet, has a vote. What others say of a term deposes nobody."""
         return any(seat.name == node.agent for seat in self.charter.seats)
 
-    def call(self, address: str, port: int) -> Supersede:
+    def contest(self, address: str, port: int) -> ContestEndpoint:
         """What it says to the coordinator at another endpoint of the job. It listens at this address."""
-        return Supersede(self.term, address, port, self._charters.name, not self.founded, self.forms)
+        return ContestEndpoint(self.term, address, port, self._charters.name, not self.founded, self.forms)
 
-    def _called(self, link: int, call: Supersede) -> tuple[Command, ...]:
+    def _contested(self, link: int, contest: ContestEndpoint) -> tuple[Command, ...]:
         """Another coordinator calls this endpoint. Anybody could: it has to be there."""
-        if self._yields(call.term, call.name, elected=call.elected, forms=call.forms):
-            return (ProveCaller(call),)
+        if self._yields(contest.term, contest.name, elected=contest.elected, forms=contest.forms):
+            return (ProveCaller(contest),)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
         return () if own is None else (Tell(link, self._moved(own)),)
 

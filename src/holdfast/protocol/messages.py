@@ -193,7 +193,7 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
     number: Count
 
 
-class Supersede(AgentMessage, frozen=True, tag="supersede"):
+class ContestEndpoint(AgentMessage, frozen=True, tag="contest_endpoint"):
     """A coordinator calls the job's endpoint, where a node that returned may have started another one: one of the two
     steps down (`authority.voters`). Answered by Moved if it is the caller."""
 
@@ -390,7 +390,7 @@ class Moved(CoordinatorMessage, frozen=True, tag="moved"):
     name: str = ""
     """The agent of the coordinator, if the coordinator itself answers; empty: another one answers."""
     elected: bool = False
-    """The coordinator was elected by voters, if it answers itself: see Supersede."""
+    """The coordinator was elected by voters, if it answers itself: see ContestEndpoint."""
 
 
 class Answer(CoordinatorMessage, frozen=True, tag="answer"):
@@ -444,7 +444,7 @@ FromAgent = (
     | Ask
     | Extended
     | BetweenVoters
-    | Supersede
+    | ContestEndpoint
     | ReportCharter
 )
 FromCoordinator = (

@@ -20,7 +20,7 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.coordinator_commands import Command, StepDown
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Renew, Seat
-from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, FromAgent, FromCoordinator, Joined, Moved
 from holdfast.protocol.options import Endpoint
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.coordinator_service import CoordinatorService, LocalLink
@@ -36,7 +36,7 @@ class OtherVoters(Protocol):
 
     def stepped_down(self, command: StepDown) -> None: ...
 
-    async def find_caller(self, call: Supersede) -> Deposed | None: ...
+    async def find_caller(self, contest: ContestEndpoint) -> Deposed | None: ...
 
     async def prove_gone(self, seat: Seat) -> bool: ...
 
@@ -99,15 +99,15 @@ class ReplicatedService(CoordinatorService):
         match command:
             case StepDown():
                 self._client.stepped_down(command)
-            case ProveCaller(call):
-                self.errands.start(self._prove_caller(call))
+            case ProveCaller(contest):
+                self.errands.start(self._prove_caller(contest))
             case ProveVoterGone(seat):
                 self.errands.start(self._prove(seat))
             case _:
                 super()._execute(command)
 
-    async def _prove_caller(self, call: Supersede) -> None:
-        deposed = await self._client.find_caller(call)
+    async def _prove_caller(self, contest: ContestEndpoint) -> None:
+        deposed = await self._client.find_caller(contest)
         if deposed is not None:
             self._driver.feed(deposed)
 

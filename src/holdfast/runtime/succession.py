@@ -40,7 +40,7 @@ from holdfast.protocol.errors import (
     RefusedError,
 )
 from holdfast.protocol.extension import CoordinatorHalf
-from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, FromCoordinator, Moved
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.rendezvous.bind import Claim, claim_endpoint, open_port
@@ -454,20 +454,20 @@ class SuccessionClient:
         connection.close()
         return connection.accepted.name != seat.name
 
-    async def find_caller(self, call: Supersede) -> Deposed | None:
+    async def find_caller(self, contest: ContestEndpoint) -> Deposed | None:
         """Dial the coordinator that has called. Returns it as the reason to step down; None: it is not at that place.
         A late call must not depose the living coordinator."""
-        endpoint = Endpoint(host=call.address, port=call.port)
+        endpoint = Endpoint(host=contest.address, port=contest.port)
         try:
             connection = await self._dial_agent(endpoint)
         except HoldfastError:
             return None
         connection.close()
         accepted = connection.accepted
-        if accepted.absent or accepted.witness or accepted.name != call.name:
+        if accepted.absent or accepted.witness or accepted.name != contest.name:
             return None
         about = accepted.name, not accepted.founded, accepted.forms
-        return Deposed(accepted.term, call.address, call.port, *about)
+        return Deposed(accepted.term, contest.address, contest.port, *about)
 
     # ---------------------------------------------------------------- the endpoints of the job, while leading
 
@@ -511,7 +511,7 @@ class SuccessionClient:
         service.no_witness(endpoint)
         connection.start(partial(self._answered, service, connection), end)
         address = self._options.local_addr or connection.local_address
-        connection.send(service.voters.call(address, self.port))
+        connection.send(service.voters.contest(address, self.port))
         await asyncio.wait({closed}, timeout=self._options.limits.poll_s)
 
     def _answered(self, service: ReplicatedService, connection: Outgoing, message: FromCoordinator) -> None:

@@ -29,7 +29,7 @@ from holdfast.inherited import raise_limit
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Polled, Renew, Renewed, Succession
 from holdfast.protocol.codec import PROTOCOL_VERSION
-from holdfast.protocol.messages import FromAgent, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, FromAgent, Moved
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.policy import Note, Tick
 from holdfast.protocol.session import Accepted, Hello
@@ -206,7 +206,7 @@ def answer_guest(
     match message:
         case Poll():
             voter.poll_came(message, connection.send)
-        case Supersede(term, address, port):
+        case ContestEndpoint(term, address, port):
             voter.feed(HeardOf(term, seen_from_here(address, connection.peer_address), port))
             # Only a voter that is linked knows that its coordinator still lives.
             known = where()

@@ -23,7 +23,7 @@ from holdfast.coordinator import coordinator_events as cevents
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, FromCoordinator, Joined, Moved
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.session import Accepted
 from tests.support.simulator.drawn import DrawnAgent
@@ -465,20 +465,20 @@ class SimReplicated(SimCoordinator):
         match command:
             case cdo.StepDown():
                 self.agent.stepped_down(command)
-            case votes.ProveCaller(call):
-                self.cluster.reach(self.host, (call.address, call.port), partial(self._found_caller, call))
+            case votes.ProveCaller(contest):
+                self.cluster.reach(self.host, (contest.address, contest.port), partial(self._found_caller, contest))
             case votes.ProveVoterGone(seat):
                 self.cluster.reach(self.host, (seat.address, seat.port), partial(self._proved, seat))
             case _:
                 super()._do(command)
 
-    def _found_caller(self, call: Supersede, process: Process | str) -> None:
+    def _found_caller(self, contest: ContestEndpoint, process: Process | str) -> None:
         if not self.alive or isinstance(process, str | SimWitness) or process.coordinator is None:
             return
         it = process.coordinator.introduction()
-        if it.name == call.name:
+        if it.name == contest.name:
             about = it.name, not it.founded, it.forms
-            self.handle(votes.Deposed(it.term, call.address, call.port, *about))
+            self.handle(votes.Deposed(it.term, contest.address, contest.port, *about))
 
     def _proved(self, seat: Seat, process: Process | str) -> None:
         another = not isinstance(process, str) and process.voter.machine.name != seat.name
@@ -516,16 +516,16 @@ class SimReplicated(SimCoordinator):
             end.on_closed = closed
             self.handle(votes.WitnessOpened(number, process.seat))
             return
-        call = self.voters.call(self.cluster.address(self.host), self.agent.port)
+        contest = self.voters.contest(self.cluster.address(self.host), self.agent.port)
         if process.coordinator is not None:
             link.a.on_message = self._answered
             process.coordinator.accept(link.b, self.host)
-            link.a.send(call)
+            link.a.send(contest)
             self.cluster.agenda.after(self.cluster.limits.poll_s, link.a.close)
             return
-        process.voter.handle(vote.HeardOf(call.term, call.address, call.port))
+        process.voter.handle(vote.HeardOf(contest.term, contest.address, contest.port))
         where = process.linked_to()  # what it only heard of may be lost
-        if where is not None and where.term > call.term:
+        if where is not None and where.term > contest.term:
             self._answered(Moved(where.term, where.address, where.port))
 
     def _answered(self, message: object) -> None:
