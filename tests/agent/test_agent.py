@@ -224,7 +224,7 @@ MESSAGES: list[msg.FromCoordinator] = [
     msg.Joined(6.0, 4.0, 1.0),
     msg.Waiting("waiting for Godot"),
     Polled(2, granted=True),
-    msg.Moved(2, "10.0.0.1", 1),
+    msg.CoordinatorAt(2, "10.0.0.1", 1),
     msg.Pong(1),
     msg.Pong(99),
     msg.Finish(SUCCESS),

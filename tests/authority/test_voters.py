@@ -252,9 +252,9 @@ def test_of_two_founders_of_the_same_term_the_one_with_the_later_name_goes_on(fo
             )
     assert [harness.machine.stepped_down for harness in desks] == [True, False]
     if formed:
-        (moved,) = desks[1].to(9, msg.Moved)
+        (answer,) = desks[1].to(9, msg.CoordinatorAt)
         other = VotersHarness(own=1).started(1, 2, 3)
-        other.give(Deposed(moved.term, moved.address, moved.port, moved.name, moved.elected))
+        other.give(Deposed(answer.term, answer.address, answer.port, answer.name, answer.elected))
         assert other.machine.stepped_down
 
 
@@ -358,7 +358,7 @@ def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
     harness.prepare(2, 3)
     harness.give(LinkOpened(9, "10.0.0.1", "10.0.0.2"))
     harness.give(Heard(9, msg.ContestEndpoint(1, "10.0.0.1", 7000)))
-    assert harness.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000, "n2#1", elected=True)]
+    assert harness.to(9, msg.CoordinatorAt) == [msg.CoordinatorAt(3, "10.0.0.2", 7000, "n2#1", elected=True)]
     harness.give(Deposed(2, "10.0.0.1", 7000))
     assert not harness.did(StepDown)
     harness.give(Deposed(4, "10.0.0.1", 7000))

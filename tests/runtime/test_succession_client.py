@@ -15,7 +15,7 @@ from holdfast.coordinator.world import Phase
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError
-from holdfast.protocol.messages import ContestEndpoint, FromCoordinator, Join, Joined, Moved
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromCoordinator, Join, Joined
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.bind import claim
@@ -152,7 +152,7 @@ async def test_who_joins_where_no_coordinator_is_is_sent_away() -> None:
 async def test_a_call_is_answered_by_whom_knows_a_newer_term_and_heard_by_others() -> None:
     async with agents("a", "b") as (_, b):
         heard: list[FromCoordinator] = []
-        for term, answer in ((5, []), (3, [Moved(5, "127.0.0.1", 4000)])):
+        for term, answer in ((5, []), (3, [CoordinatorAt(5, "127.0.0.1", 4000)])):
             connection = await dial_agent(b.place, JOB, b.node)
             closed: list[str] = []
             connection.start(heard.append, closed.append)

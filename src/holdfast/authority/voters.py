@@ -47,11 +47,11 @@ from holdfast.protocol.charter import (
 from holdfast.protocol.messages import (
     Answer,
     ContestEndpoint,
+    CoordinatorAt,
     Extended,
     Finish,
     Join,
     Joined,
-    Moved,
     Pong,
     ReportCharter,
     Resume,
@@ -339,10 +339,10 @@ class Voters:
         if self._yields(contest.term, contest.name, elected=contest.elected, forms=contest.forms):
             return (ProveCaller(contest),)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
-        return () if own is None else (Tell(link, self._moved(own)),)
+        return () if own is None else (Tell(link, self._coordinator_at(own)),)
 
-    def _moved(self, own: Seat) -> Moved:
-        return Moved(self.term, own.address, own.port, own.name, elected=not self.founded)
+    def _coordinator_at(self, own: Seat) -> CoordinatorAt:
+        return CoordinatorAt(self.term, own.address, own.port, own.name, elected=not self.founded)
 
     def _continue_older(self, now: float, report: ReportCharter) -> Inherited | None:
         """There was an older job. Continue it, unless its voters elect another coordinator, or it has one."""
@@ -390,7 +390,7 @@ class Voters:
         for command in (*commands, *self._propose(now)):
             match command:
                 # These start and end nothing, so they need not wait behind an order that is held.
-                case Tell(_, Pong() | Joined() | Moved() | Answer() | Extended()):
+                case Tell(_, Pong() | Joined() | CoordinatorAt() | Answer() | Extended()):
                     out.append(command)
                 case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:
                     self._held.append(command)

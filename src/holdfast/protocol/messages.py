@@ -195,7 +195,7 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
 
 class ContestEndpoint(AgentMessage, frozen=True, tag="contest_endpoint"):
     """A coordinator calls the job's endpoint, where a node that returned may have started another one: one of the two
-    steps down (`authority.voters`). Answered by Moved if it is the caller."""
+    steps down (`authority.voters`). Answered by CoordinatorAt if it is the caller."""
 
     term: Count
     address: str
@@ -381,7 +381,7 @@ class Pong(CoordinatorMessage, frozen=True, tag="pong"):
     confirmed it (s). The agent's fence counts from that time before its ping."""
 
 
-class Moved(CoordinatorMessage, frozen=True, tag="moved"):
+class CoordinatorAt(CoordinatorMessage, frozen=True, tag="coordinator_at"):
     """The coordinator of this job is elsewhere."""
 
     term: Count
@@ -467,5 +467,5 @@ FromCoordinator = (
     | Quit
     | Refuse
     | BetweenVoters
-    | Moved
+    | CoordinatorAt
 )

@@ -40,7 +40,7 @@ from holdfast.protocol.errors import (
     RefusedError,
 )
 from holdfast.protocol.extension import CoordinatorHalf
-from holdfast.protocol.messages import ContestEndpoint, FromCoordinator, Moved
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromCoordinator
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.rendezvous.bind import Claim, claim_endpoint, open_port
@@ -429,7 +429,7 @@ class SuccessionClient:
         if self._link is not None:
             self._link.stepped_down()
         if command.port:
-            service.announce(Moved(command.term, command.address, command.port))
+            service.announce(CoordinatorAt(command.term, command.address, command.port))
             self._voter.feed(HeardOf(command.term, command.address, command.port))
         service.cut(command.reason)
 
@@ -515,7 +515,7 @@ class SuccessionClient:
         await asyncio.wait({closed}, timeout=self._options.limits.poll_s)
 
     def _answered(self, service: ReplicatedService, connection: Outgoing, message: FromCoordinator) -> None:
-        if isinstance(message, Moved):
+        if isinstance(message, CoordinatorAt):
             address = seen_from_here(message.address, connection.peer_address)
             service.deposed(Deposed(message.term, address, message.port, message.name, message.elected))
 

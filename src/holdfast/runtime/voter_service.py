@@ -29,7 +29,7 @@ from holdfast.inherited import raise_limit
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Polled, Renew, Renewed, Succession
 from holdfast.protocol.codec import PROTOCOL_VERSION
-from holdfast.protocol.messages import ContestEndpoint, FromAgent, Moved
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromAgent
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.policy import Note, Tick
 from holdfast.protocol.session import Accepted, Hello
@@ -212,7 +212,7 @@ def answer_guest(
             known = where()
             linked = voter.machine.stage in (VoterState.FOLLOWING, VoterState.LEADING)
             if known is not None and known.term > term and linked:
-                connection.send(Moved(known.term, known.address, known.port))
+                connection.send(CoordinatorAt(known.term, known.address, known.port))
             connection.close("the call is over")
         case _:
             return False

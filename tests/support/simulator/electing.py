@@ -23,7 +23,7 @@ from holdfast.coordinator import coordinator_events as cevents
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import ContestEndpoint, FromCoordinator, Joined, Moved
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromCoordinator, Joined
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.session import Accepted
 from tests.support.simulator.drawn import DrawnAgent
@@ -160,7 +160,7 @@ class ElectingAgent(DrawnAgent):
         self._term = 0
         """Of the coordinator at the other end; 0: not joined."""
         self._local = False
-        self._moved = False
+        self._heard_of_another = False
         cluster.on_host(self.host, self._call_founders, CALL_S)
 
     # ---------------------------------------------------------------- life
@@ -219,7 +219,7 @@ class ElectingAgent(DrawnAgent):
             self.voter.renew_came(Renew(voters.term, 0, voters.charter), lambda _: None)
         self.voter.handle(vote.Unlinked(voters.term, closed=False, local=True, aside=command.aside))
         if command.port:
-            coordinator.announce(Moved(command.term, command.address, command.port))
+            coordinator.announce(CoordinatorAt(command.term, command.address, command.port))
             self.voter.handle(vote.HeardOf(command.term, command.address, command.port))
         coordinator.die(silent=False)
 
@@ -357,7 +357,7 @@ class ElectingAgent(DrawnAgent):
         self._seeking = False
         link = self.world.network.connect(self.host, coordinator.host)
         self._end = link.a
-        self._term, self._moved, self._local = 0, False, coordinator.host == self.host
+        self._term, self._heard_of_another, self._local = 0, False, coordinator.host == self.host
         link.a.on_message = partial(self._on_link, link.a, partial(self._got, link.a))
         link.a.on_closed = partial(self._on_link, link.a, self._link_lost)
         self.coordinator_number = coordinator.number
@@ -377,8 +377,8 @@ class ElectingAgent(DrawnAgent):
         match message:
             case Renew():
                 self.voter.renew_came(message, end.send)
-            case Moved(term, address, port):
-                self._moved = True
+            case CoordinatorAt(term, address, port):
+                self._heard_of_another = True
                 self.voter.handle(vote.HeardOf(term, address, port))
             case Joined(term=term):
                 self._term = term
@@ -389,7 +389,7 @@ class ElectingAgent(DrawnAgent):
                 self._received(message)
 
     def _link_lost(self, reason: str) -> None:
-        self._unlinked(closed=not self._moved)
+        self._unlinked(closed=not self._heard_of_another)
         super()._link_lost(reason)
 
     def _unlinked(self, *, closed: bool) -> None:
@@ -429,7 +429,7 @@ class SimReplicated(SimCoordinator):
         name, voters = self.agent.voter.machine.name, self.voters
         return Accepted(1, name=name, term=voters.term, founded=voters.founded, forms=voters.forms)
 
-    def announce(self, message: Moved) -> None:
+    def announce(self, message: CoordinatorAt) -> None:
         for end in self._ends.values():
             end.send(message)
 
@@ -526,10 +526,10 @@ class SimReplicated(SimCoordinator):
         process.voter.handle(vote.HeardOf(contest.term, contest.address, contest.port))
         where = process.linked_to()  # what it only heard of may be lost
         if where is not None and where.term > contest.term:
-            self._answered(Moved(where.term, where.address, where.port))
+            self._answered(CoordinatorAt(where.term, where.address, where.port))
 
     def _answered(self, message: object) -> None:
-        if isinstance(message, Moved):
+        if isinstance(message, CoordinatorAt):
             self.handle(
                 votes.Deposed(message.term, message.address, message.port, message.name, elected=message.elected)
             )
