@@ -252,7 +252,7 @@ def test_workers_go_on_with_another_store() -> None:
     harness.say(1, StoreLost(2))
     harness.prepare(1, 2)
     harness.say(1, StoreLost(3))
-    assert harness.machine.phase is Phase.REGROUPING, "they come back to the gate, and go on with the next one"
+    assert harness.machine.phase is Phase.REGROUPING, "they come back, and go on with the next one"
     went_on(harness)
     assert (harness.machine.generation, harness.machine.budget.used) == (4, 0)
 

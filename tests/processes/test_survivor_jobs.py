@@ -46,7 +46,7 @@ tell(**({"is": "can_go_on", "generation": 0} if fresh else {"is": "ready"}))
 while packet := channel.recv(65536):
     message = json.loads(packet)
     if message["do"] == "release":
-        tell(**{"is": "gate", "generation": message["generation"]})
+        tell(**{"is": "waits", "generation": message["generation"]})
     else:
         went_on(message)
 '''.replace("\\\\0", "\\0")

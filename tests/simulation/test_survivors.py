@@ -29,7 +29,7 @@ SURVIVING = SimOptions(
     work_s=30.0,
     asks=True,
     survives=True,
-    faults=FaultOptions(worker_kills=6, agent_kills=1, link_resets=1, partitions=2, gate_faults=True),
+    faults=FaultOptions(worker_kills=6, agent_kills=1, link_resets=1, partitions=2, regroup_faults=True),
 )
 
 LEAVING = replace(

@@ -1,4 +1,5 @@
-"""An agent's part of a regroup, for tests of workers alone: starts them, orders them to the gate, and sends them on.
+"""An agent's part of a regroup, for tests of workers alone: starts them, orders them to wait for the next generation, and
+sends them on.
 
 There is no coordinator: the test decides. Workers have the variables of a launcher, and share an import of torch.
 """
@@ -180,7 +181,7 @@ class FakeAgent:
         self.workers[local_rank].send_signal(signum)
 
     def release(self, local_ranks: Collection[int], *, cut: bool = True) -> None:
-        """Order these workers to the gate of the next generation."""
+        """Order these workers to wait for the next generation."""
         for each in local_ranks:
             self._send(each, {"do": "release", "generation": self.generation + 1, "cut": cut})
 

@@ -80,7 +80,7 @@ def test_a_worker_is_released_waits_at_the_gate_and_goes_on(agent: AgentEnd) -> 
     places: list[Go] = []
     waiting = threading.Thread(target=lambda: places.append(channel.await_go()))
     waiting.start()
-    assert agent.next() == {"is": "gate", "generation": 2}
+    assert agent.next() == {"is": "waits", "generation": 2}
     agent.order(do="go", generation=2, environment={"RANK": "1"})
     waiting.join()
     assert places == [Go(2, {"RANK": "1"})]
@@ -148,7 +148,7 @@ def test_the_main_thread_does_not_go_on_while_its_group_is_being_cut(agent: Agen
 
 
 def test_a_thread_that_is_late_does_not_cut_the_next_group(agent: AgentEnd) -> None:
-    """The main thread has been to the gate and trains in the next generation before the thread gets the processor."""
+    """The main thread has waited, and trains in the next generation, before the thread gets the processor."""
     channel, cut = agent.channel, threading.Event()
     agent.order(do="release", generation=2, cut=True)
     late = channel.await_cut(limit_s(30))
@@ -176,7 +176,7 @@ def test_a_loss_on_the_way_into_a_generation_is_cut_until_the_main_thread_comes_
     agent.order(do="release", generation=4, cut=True)
     assert channel.await_cut(limit_s(30)) == Release(4, cut=True)
     channel.close()  # waits for the thread, which has handled the message
-    assert not cuts.acquire(blocking=False), "who waits at the gate is left alone"
+    assert not cuts.acquire(blocking=False), "who waits is left alone"
 
 
 def test_a_channel_is_closed_although_a_rank_was_lost_on_the_way(agent: AgentEnd) -> None:

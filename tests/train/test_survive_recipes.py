@@ -112,7 +112,7 @@ def test_no_rank_has_a_complete_state_and_all_restart(
         agent.ended([1])
         agent.await_said([0, 2], "can_go_on", generation=0)
         agent.release([0, 2])
-        agent.await_said([0, 2], "gate", generation=2)
+        agent.await_said([0, 2], "waits", generation=2)
         agent.go([0, 2])
         agent.await_said([0, 2], "refuse")
         (why,) = {message["why"] for _, message in agent.heard if message["is"] == "refuse"}

@@ -857,8 +857,8 @@ class Agent:
     # ---------------------------------------------------------------- REGROUPING
 
     def _on_regroup(self, now: float, assign: Assign, safe_point: int, text: str) -> None:
-        """The workers form another generation; those of a node that leaves only come to the gate. A node that cannot
-        take part reports that its workers are gone."""
+        """The workers form another generation; those of a node that leaves only wait for it. A node that cannot take
+        part reports that its workers are gone."""
         self._last_generation, self._led_by = assign.generation, assign.led_by
         current = self.current
         if current is None:

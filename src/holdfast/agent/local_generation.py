@@ -77,9 +77,9 @@ class LocalGeneration:
     suspends: bool = False
     """All of them have been able to, and the coordinator may know it: they are suspended while it does not answer."""
     leaving_workers: frozenset[int] = frozenset()
-    """Local ranks of running workers without a place in it, because this node leaves. They come to the gate, too."""
+    """Local ranks of running workers without a place in it, because this node leaves. They wait for it, too."""
     leaving_workers_wait: bool = False
-    """These wait there: all that the others needed of them is done."""
+    """They wait: all that the others needed of them is done."""
     asks: bool = False
     """Its workers are known to ask for safe points, though perhaps not in this generation yet."""
     replacements: LocalReplacements = field(default_factory=LocalReplacements)

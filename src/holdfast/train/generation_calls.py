@@ -1,7 +1,7 @@
 """Calls a training function in one generation after the other, in the same process: what all of `ht.survive` shares.
 
 When a rank is lost, or at a safe point at which ranks join or leave, the function is left by an exception. The process
-waits at the gate (agent_channel.py) for its rank in the next generation, joins that, and calls the function again. What
+waits (agent_channel.py) for its rank in the next generation, joins that, and calls the function again. What
 becomes of the state in between is decided by the `Rank`: survival.py keeps the model, remaking.py lets the function
 make it again.
 
@@ -253,8 +253,8 @@ class GenerationCalls:
         self.functions.report = report
 
     def entering(self, work: Callable[[Go], T]) -> T:
-        """Wait at the gate for a place in the next generation, and do the work that enters it. If another rank is lost
-        meanwhile, come back to the gate and do it again. If it fails otherwise, all ranks restart."""
+        """Wait for a place in the next generation, and do the work that enters it. If another rank is lost meanwhile,
+        come back and do it again. If it fails otherwise, all ranks restart."""
         while True:
             go = self.channel.await_go(self._cut)
             try:

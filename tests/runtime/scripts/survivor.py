@@ -1,6 +1,6 @@
 """A worker that goes on in other generations, without torch: the worker's side of the channel.
 
-Arguments: RANK=WORD …, how a local rank behaves: `deaf` never comes to the gate, `starved` neither, since it computes
+Arguments: RANK=WORD …, how a local rank behaves: `deaf` never leaves its generation, `starved` neither: it computes
 beside another process on one processor; `refuses` says that it cannot go on, `returns` that its function has returned;
 `family` has a child that outlives it, `stubborn` one in a session of its own, and both ignore SIGTERM; `late` says that
 it went on when the next regroup has begun. A replacement behaves well. Prints a line for each thing that it does.
@@ -68,7 +68,7 @@ while packet := channel.recv(65536):
         else:
             if word == "late" and generation:
                 went_on(generation)
-            tell(**{"is": "gate", "generation": message["generation"]})
+            tell(**{"is": "waits", "generation": message["generation"]})
     else:
         os.environ.update(message["environment"])
         generation = message["generation"]
