@@ -47,7 +47,7 @@ def test_a_loss_after_the_verdict_is_another_incident_and_is_covered_by_the_char
     second = incidents.newest
     assert (first.failures, second.failures) == ([READ], [OTHER])
     assert second.charged
-    assert second.covered
+    assert second.charged_before
     assert second.verdict is None
 
 
@@ -62,7 +62,7 @@ def test_a_generation_that_is_formed_before_all_can_go_on_has_the_same_incident_
     incidents.failed([OTHER], evidence_follows=False)
     assert incidents.newest.failures == [READ, OTHER]
     assert incidents.newest.charged
-    assert not incidents.newest.covered
+    assert not incidents.newest.charged_before
     assert first.failures == [READ], "nothing is shared with the generation before"
 
 

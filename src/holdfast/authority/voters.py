@@ -312,7 +312,7 @@ class Voters:
     def _goes_on_at_s(self) -> float:
         """The time at which those that have come continue without suspended nodes; inf: they do not, or need not."""
         previous = self._facts.previous
-        if self._facts.world is not None or previous.whole or previous.generation != self._newest_before:
+        if self._facts.world is not None or previous.all_joined or previous.generation != self._newest_before:
             return inf
         at_s = self._nodes.goes_on_at_s
         return at_s if at_s < inf and previous.spares(self._facts.job) else inf

@@ -1035,7 +1035,7 @@ class Coordinator:
             self.job_uid = uid
         if self.world is None:
             self.previous.spare(spared)
-            if self.previous.whole:
+            if self.previous.all_joined:
                 self._resume(now)
                 if self._lost:
                     self._on_lost(now)
@@ -1443,7 +1443,7 @@ class Coordinator:
 
     def _needs(self, member: Member) -> bool:
         """Whether the others cannot leave their generation without the workers of this member, which leaves."""
-        return not self._regrouping.cut and member.name not in self._world().prepared
+        return not self._regrouping.at_once and member.name not in self._world().prepared
 
     def _leaving_workers_gone(self, now: float, member: Member, text: str) -> None:
         """A node that leaves has no worker any more. If the others still need them for their last step, they cannot do

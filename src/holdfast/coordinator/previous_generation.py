@@ -76,7 +76,7 @@ class PreviousGeneration:
         return [other for other in self.end() if other is not member] if came else []
 
     @property
-    def whole(self) -> bool:
+    def all_joined(self) -> bool:
         """Whether every node of the generation that can has joined with living workers."""
         size = len(self.parts) + len(self.missing)
         return bool(self.parts) and size == next(iter(self.parts.values()))[1].group_world_size

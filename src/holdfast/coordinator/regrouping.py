@@ -189,7 +189,7 @@ class Regrouping:
     def _charge(self, now: float, world: World) -> str:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
         incident = self.incidents.newest
-        if world.free or incident.lost_nodes or not incident.failures:
+        if world.costs_no_restart or incident.lost_nodes or not incident.failures:
             return ""
         # A loss after a start is another one, also if not all ranks were able since the one before. Else replacements
         # that are lost whenever they join would cost nothing (scenario `survive_join_lost`).
@@ -202,7 +202,7 @@ class Regrouping:
         if isinstance(pause, GiveUp):
             return pause.reason
         # This loss was charged itself: no earlier charge covers it.
-        incident.charged, incident.covered, self.replacements.not_before_s = True, False, now + pause.backoff_s
+        incident.charged, incident.charged_before, self.replacements.not_before_s = True, False, now + pause.backoff_s
         return ""
 
     def evidence(self, incident: Incident, world: World) -> list[Order]:
@@ -247,10 +247,10 @@ class Regrouping:
 
     def all_done(self, world: World) -> bool:
         """All ranks have ended with 0 instead of reaching the safe point at which others would have joined them."""
-        return not self.cut and world.done_count == self.past[max(self.past)].world.size
+        return not self.at_once and world.done_count == self.past[max(self.past)].world.size
 
     @property
-    def cut(self) -> bool:
+    def at_once(self) -> bool:
         """The workers were told to leave their generation at once, and not at a safe point."""
         return self.plan is None or not self.plan.safe_point
 
@@ -291,7 +291,7 @@ class Regrouping:
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
         """Decide what follows while the workers leave their generation. They were told to at `since_s`."""
         due_s = self.due_s(world)
-        if world.done_count and self.cut:
+        if world.done_count and self.at_once:
             return self._refusal(world, f"{ranks_text(world.done_ranks())} ended")
         if self._waits_for_ended(world):
             ended = f"{ranks_text(world.done_ranks())} ended before the safe point"
@@ -310,7 +310,7 @@ class Regrouping:
 
     def _waits_for_ended(self, world: World) -> bool:
         """Whether ranks wait at the safe point for others that have ended before it. None waits if all end earlier."""
-        if self.cut or not world.done_count:
+        if self.at_once or not world.done_count:
             return False
         places = self.past[max(self.past)].world.places
         # A node that has just joined is prepared without a worker at the safe point.
@@ -322,7 +322,7 @@ class Regrouping:
             return self.limits.join_s
         # A worker in a long call of C code cannot be interrupted. With a fixed limit, jobs with steps of 3 s were all
         # started again; a safe point is even awaited until the limit of a hang.
-        return self.limits.regroup_of(self.longest_step_s()) if self.cut else self.limits.safe_point_s
+        return self.limits.regroup_of(self.longest_step_s()) if self.at_once else self.limits.safe_point_s
 
     def _refusal(self, world: World, why: str) -> list[Order]:
         reason = StopReason.MEMBER_LOST if self.incidents.newest.lost_nodes else StopReason.WORKER_FAILED

@@ -233,7 +233,7 @@ class World:
         return self.drain is not None and self.drain.safe_point is not None
 
     @property
-    def free(self) -> bool:
+    def costs_no_restart(self) -> bool:
         """What its workers end with costs no restart: a node leaves, and the others may be stopped for that."""
         return self.drain_agreed or bool(self.leaving_workers)
 
