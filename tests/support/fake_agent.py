@@ -180,10 +180,10 @@ class FakeAgent:
     def kill(self, local_rank: int, signum: int = signal.SIGKILL) -> None:
         self.workers[local_rank].send_signal(signum)
 
-    def release(self, local_ranks: Collection[int], *, cut: bool = True) -> None:
+    def release(self, local_ranks: Collection[int], *, at_once: bool = True) -> None:
         """Order these workers to wait for the next generation."""
         for each in local_ranks:
-            self._send(each, {"do": "release", "generation": self.generation + 1, "cut": cut})
+            self._send(each, {"do": "release", "generation": self.generation + 1, "at_once": at_once})
 
     def go(self, local_ranks: Collection[int]) -> None:
         """Send these workers into the next generation."""

@@ -254,8 +254,8 @@ class RunningGeneration:
         for worker in self._workers.values():
             worker.can_go_on, worker.waits_for = False, 0
             if self._is_expected(worker) and self._channel is not None:
-                cut, leaves = not safe_point and worker.generation > 0, worker.local_rank not in self._taking_part
-                order = {"do": "release", "generation": self.number, "cut": cut, "leaves": leaves}
+                at_once, leaves = self._at_once and worker.generation > 0, worker.local_rank not in self._taking_part
+                order = {"do": "release", "generation": self.number, "at_once": at_once, "leaves": leaves}
                 order["nodes"] = assign.group_world_size
                 self._channel.send(worker.local_rank, order)
         self.board.release(safe_point)  # after the messages: a worker that stops there finds its own

@@ -49,7 +49,7 @@ class Release(NamedTuple):
 
     generation: int
     """The generation that is being formed."""
-    cut: bool
+    at_once: bool
     """Whether to leave at once, because a worker was lost; False: at the safe point that the board names."""
     leaves: bool = False
     """Whether the worker's node leaves: it has no rank in that generation, and is ended while it waits."""
@@ -167,11 +167,10 @@ class AgentChannel:
         self._receive()
         return self.released
 
-    def await_cut(self, limit_s: float) -> Release | None:
-        """Wait for the order to leave at once, which may follow one that allows more time. Returns the
-        newest order."""
+    def await_immediate(self, limit_s: float) -> Release | None:
+        """Wait for the order to leave at once, which may follow one that allows more time. Returns the newest order."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lost or (self.released is not None and self.released.cut), limit_s)
+            self._changed.wait_for(lambda: self._lost or (self.released is not None and self.released.at_once), limit_s)
             return self.released
 
     def await_go(self, cut: Callable[[], object] | None = None) -> Go:
@@ -216,7 +215,7 @@ class AgentChannel:
             before = self.released
             self._receive()
             release = self.released
-            if release is not None and release is not before and release.cut:
+            if release is not None and release is not before and release.at_once:
                 self._free_main_thread(release)
 
     def _receive(self) -> None:
@@ -241,7 +240,7 @@ class AgentChannel:
                 nodes = message.get("nodes")
                 self.released = Release(
                     generation,
-                    message.get("cut") is True,
+                    message.get("at_once") is True,
                     message.get("leaves") is True,
                     nodes if isinstance(nodes, int) else 1,
                 )
@@ -283,7 +282,7 @@ class AgentChannel:
 
     def _on_interrupt(self, _: int, frame: FrameType | None) -> None:
         """The signal handler. It runs in the main thread, between two instructions of this frame."""
-        due = self.released is not None and self.released.cut and self._main is MainThread.TRAINS
+        due = self.released is not None and self.released.at_once and self._main is MainThread.TRAINS
         if due and self._exception is not None and self._may_interrupt() and _calls_a_module(frame):
             raise self._exception
 

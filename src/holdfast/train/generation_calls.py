@@ -211,7 +211,7 @@ class GenerationCalls:
     def is_cut(self) -> bool:
         """Whether a rank was lost, so that the function has to be left at once."""
         release = self.channel.released
-        return release is not None and release.cut
+        return release is not None and release.at_once
 
     def _at_safe_point(self, rank: Rank) -> None:
         """Handle the order to all ranks to stop after this step. Raises Released if they only regroup."""
@@ -238,9 +238,9 @@ class GenerationCalls:
         if isinstance(error, (torch.OutOfMemoryError, TrackingError, ReplicasDifferError, NoValidSnapshotError)):
             return False
         release = self.channel.catch_up()
-        if (release is None or not release.cut) and _is_of_the_group(error):
-            release = self.channel.await_cut(NEWS_S)
-        return release is not None and release.cut
+        if (release is None or not release.at_once) and _is_of_the_group(error):
+            release = self.channel.await_immediate(NEWS_S)
+        return release is not None and release.at_once
 
     # --- entering the new one ---------------------------------------------------------------------------------------
 

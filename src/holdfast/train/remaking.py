@@ -209,7 +209,7 @@ class Remaker:
         if self._spare:
             self._await_others()
             return
-        if not release.cut:
+        if not release.at_once:
             self._snaps._save_at_safe_point(leaves=release.leaves, nodes=release.nodes)
         store = self._calls.generation_store
         if store is not None and self._calls.group.rank == 0:

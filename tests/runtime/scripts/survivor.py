@@ -53,7 +53,7 @@ print("said", file=sys.stderr, flush=True)
 while packet := channel.recv(65536):
     message = json.loads(packet)
     if message["do"] == "release":
-        say("released", message["generation"], "now" if message["cut"] else "later")
+        say("released", message["generation"], "now" if message["at_once"] else "later")
         if word == "deaf":
             time.sleep(1000)
         elif word == "starved":
