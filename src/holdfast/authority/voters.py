@@ -19,17 +19,17 @@ from holdfast.authority.succeeded import SucceededNodes
 from holdfast.authority.voter_events import Deposed, NoWitness, ProveCaller, ProveVoterGone, VoterGone, WitnessOpened
 from holdfast.coordinator.authority import (
     Facts,
+    GoesOnWithout,
     Handled,
     Inherited,
     Learned,
     NodeEnded,
     PreviousLeader,
-    Spares,
 )
 from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, StepDown, Tell
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed
 from holdfast.coordinator.formation import Gathering
-from holdfast.coordinator.previous_generation import Spared
+from holdfast.coordinator.previous_generation import LostPart
 from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.charter import (
     NO_CHARTER,
@@ -242,13 +242,13 @@ class Voters:
             )
         return None
 
-    def _on_gone(self, name: str) -> Spares | NodeEnded | None:
+    def _on_gone(self, name: str) -> GoesOnWithout | NodeEnded | None:
         """Continue without the old coordinator's node, if it is that one; or wait no longer for this one."""
         nodes, led_from, waits = self._nodes, self.charter.led_from, self._facts.world is None
         if name == nodes.leader:
             nodes.alone = True
             if waits and led_from is not None and not nodes.has_come(led_from.node.agent):
-                return Spares({led_from.group_rank: Spared(led_from, *ENDED)})
+                return GoesOnWithout({led_from.group_rank: LostPart(led_from, *ENDED)})
         elif waits and nodes.gone(name):
             return NodeEnded()
         return None
@@ -285,7 +285,7 @@ class Voters:
         self._older.lost(died_s)
         return died_s + self._limits.fence_s + self._limits.kill_s
 
-    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, Spared]:
+    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, LostPart]:
         older, nodes, facts = self._older, self._nodes, self._facts
         gathering.asks_until_s = older.asks_until_s if self.forms else -inf
         if self.forms and older.charter is not None:
@@ -295,15 +295,15 @@ class Voters:
             return {}
 
         gathering.awaited = max(facts.job.min_nodes, nodes.living) if nodes.left else 0
-        spared: dict[int, Spared] = {}
+        lost: dict[int, LostPart] = {}
         if now >= self._goes_on_at_s():
             parts = nodes.without().items()
-            spared = {rank: Spared(part, *SILENT) for rank, part in parts if rank not in facts.previous.missing}
+            lost = {rank: LostPart(part, *SILENT) for rank, part in parts if rank not in facts.previous.missing}
         # No fence is waited for where all have come or are proved to have ended
         # (test_no_fence_for_a_node_that_has_ended).
         if nodes.alone and nodes.left and not nodes.missing:
             gathering.not_before_s = min(gathering.not_before_s, now)  # nobody else runs workers
-        return spared
+        return lost
 
     @property
     def continued_uid(self) -> str | None:
@@ -315,7 +315,7 @@ class Voters:
         if self._facts.world is not None or previous.all_joined or previous.generation != self._newest_before:
             return inf
         at_s = self._nodes.goes_on_at_s
-        return at_s if at_s < inf and previous.spares(self._facts.job) else inf
+        return at_s if at_s < inf and previous.can_shrink(self._facts.job) else inf
 
     # ---------------------------------------------------------------- other coordinators of the job
 

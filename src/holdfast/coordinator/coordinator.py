@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import inf
 
 from holdfast.coordinator.admission import Admission, Admit, Deny, Versions
-from holdfast.coordinator.authority import Authority, Handled, Inherited, NodeEnded, PreviousLeader, Spares
+from holdfast.coordinator.authority import Authority, GoesOnWithout, Handled, Inherited, NodeEnded, PreviousLeader
 from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, StepDown, Tell
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.coordinator.ending import Budget, Endings, Judge, Restart, around, ended_without
@@ -401,8 +401,8 @@ class Coordinator:
                 self._abandon(self.previous.heard_of(generation))
             case NodeEnded():
                 self._abandon(self.previous.end())
-            case Spares(parts):
-                self.previous.spare(parts)
+            case GoesOnWithout(parts):
+                self.previous.go_on_without(parts)
             case None:
                 pass
         return authority.release(now, self._decide(now, event))
@@ -856,7 +856,8 @@ class Coordinator:
             # stopped for a node that they need. A node without a rank, whose replacements are starting, makes nobody
             # wait but in a regroup.
             waits = self.phase is Phase.REGROUPING or any(world.places[member.name] for member in silent)
-            if not waits or not self._regrouping.spares(world, self.phase, [member.name for member in silent]):
+            lost = [member.name for member in silent]
+            if not waits or not self._regrouping.can_go_on_without(world, self.phase, lost):
                 silent = []
         for member in silent:
             self._drop(member, f"silent for more than {lease_s:g} s")
@@ -1011,10 +1012,10 @@ class Coordinator:
         self.previous.parts.clear()
         self._note("resumed", generation=world.generation, order=list(world.order))
         # The nodes that did not come must be suspended by now (test_suspended.py).
-        for _, spared in sorted(self.previous.missing.items()):
-            node = spared.part.node
-            self._incidents.lost(node.host, spared.reason, world.ranks_of(node.member))
-            self._lost.append(f"{node.host} was lost: {spared.text}")
+        for _, lost in sorted(self.previous.missing.items()):
+            node = lost.part.node
+            self._incidents.lost(node.host, lost.reason, world.ranks_of(node.member))
+            self._lost.append(f"{node.host} was lost: {lost.text}")
 
     # ---------------------------------------------------------------- GATHERING
 
@@ -1030,11 +1031,11 @@ class Coordinator:
         self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))
 
     def _advance_gathering(self, now: float) -> None:
-        spared = self._authority.gathers(now, self.gathering)
+        lost = self._authority.gathers(now, self.gathering)
         if (uid := self._authority.continued_uid) is not None:
             self.job_uid = uid
         if self.world is None:
-            self.previous.spare(spared)
+            self.previous.go_on_without(lost)
             if self.previous.all_joined:
                 self._resume(now)
                 if self._lost:

@@ -18,7 +18,7 @@ from holdfast.protocol.policy import JobSpec, NodeSpec
 from holdfast.protocol.train_contract import Survive
 
 
-class Spared(Struct, frozen=True):
+class LostPart(Struct, frozen=True):
     """A part of that generation without which the others are enough: it ended with that coordinator, or its workers are
     suspended for good."""
 
@@ -35,7 +35,7 @@ def _places(node: NodeSpec, local_ranks: tuple[int, ...] | None) -> tuple[int, .
 
 @dataclass(slots=True)
 class PreviousGeneration:
-    """It continues only if all its nodes join with living workers, but for those that it can spare."""
+    """It continues only if all its nodes join with living workers, but for those that it can go on without."""
 
     generation: int = 0
     """The newest one that an agent reported; 0: none did."""
@@ -43,7 +43,7 @@ class PreviousGeneration:
     """A part of that generation has ended, so it cannot continue."""
     parts: dict[int, tuple[Member, Running]] = field(default_factory=dict)
     """Members that joined with a part of it, by group rank."""
-    missing: dict[int, Spared] = field(default_factory=dict)
+    missing: dict[int, LostPart] = field(default_factory=dict)
     """Parts that are not waited for, by group rank."""
 
     def observe(self, member: Member, join: Join) -> list[Member]:
@@ -81,7 +81,7 @@ class PreviousGeneration:
         size = len(self.parts) + len(self.missing)
         return bool(self.parts) and size == next(iter(self.parts.values()))[1].group_world_size
 
-    def spares(self, job: JobSpec) -> bool:
+    def can_shrink(self, job: JobSpec) -> bool:
         """Whether those that have joined could go on without the others."""
         parts = [(_places(member.node, part.local_ranks), part) for member, part in self.parts.values()]
         can_go_on = all(set(part.can_go_on).issuperset(places) and not part.done for places, part in parts)
@@ -106,7 +106,7 @@ class PreviousGeneration:
             world.set_can_go_on(member.name, running.can_go_on)
         return world
 
-    def spare(self, parts: Mapping[int, Spared]) -> None:
+    def go_on_without(self, parts: Mapping[int, LostPart]) -> None:
         """It can continue without these."""
         self.missing.update(parts)
 

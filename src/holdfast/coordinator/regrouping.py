@@ -126,7 +126,7 @@ class Regrouping:
         self._attempts += 1
         return Plan(_with_ranks_first(places), places, f"{what}; {self._go_on(sum(map(len, places.values())))}")
 
-    def spares(self, world: World, phase: Phase, silent: Collection[str]) -> bool:
+    def can_go_on_without(self, world: World, phase: Phase, silent: Collection[str]) -> bool:
         """Whether the others could go on without these members."""
         places = self._left(world, phase, silent)
         return any(places.values()) and not self._problem(world, phase, places)
