@@ -51,7 +51,7 @@ class DrawnAgent(SimAgent):
         self._waiting: set[int] = set()
         """Workers that wait for their place in the next generation."""
         self._came: set[int] = set()
-        """Those of them that have come there from the safe point."""
+        """Those of them that have come from the safe point."""
         self._ended_before: set[int] = set()
         """Workers that have ended before the safe point."""
         self.replacements: dict[int, int] = {}
