@@ -127,12 +127,12 @@ class Node:
                     found.append(each.pid)
         return found
 
-    def all_able_since(self, since_s: float, nproc: int) -> bool:
+    def all_can_go_on_since(self, since_s: float, nproc: int) -> bool:
         """Whether all its ranks have come to train since then."""
         for path in self.logs.glob("*/events.jsonl"):
             for line in reversed(path.read_bytes().splitlines()):
                 event = json.loads(line) if line.endswith(b"}") else {}
-                if event.get("event") == "able":
+                if event.get("event") == "can_go_on":
                     return float(event["monotonic"]) > since_s and len(event["local_ranks"]) == nproc
         return False
 
@@ -242,10 +242,10 @@ def _kill_all(job: Job, rng: Random) -> int:
         began_s = time.monotonic()
         for _ in _watched(job, again):
             now_s = time.monotonic()
-            able = len(job.nodes) == case.nodes and all(
-                node.all_able_since(since_s, case.nproc) for node in job.nodes.values()
+            all_can_go_on = len(job.nodes) == case.nodes and all(
+                node.all_can_go_on_since(since_s, case.nproc) for node in job.nodes.values()
             )
-            if soon or able or (job.step() >= 0 and now_s > began_s + ALL_S):
+            if soon or all_can_go_on or (job.step() >= 0 and now_s > began_s + ALL_S):
                 break
         else:
             break

@@ -286,7 +286,7 @@ def ended(
     with launched(launcher, line, str(exact.script), folder, str(folder), case) as (process, _):
         while process.poll() is None and kills < kills_max:
             killed_s = time.monotonic()
-            while not (soon or all_able(folder, killed_s) or process.poll() is not None):
+            while not (soon or all_can_go_on(folder, killed_s) or process.poll() is not None):
                 if time.monotonic() > killed_s + LIMIT_S:
                     raise BenchmarkError(f"{folder.name}: all ranks do not train within {LIMIT_S:g} s: {tail(folder)}")
                 time.sleep(5 * POLL_S)  # it reads all events
@@ -310,12 +310,12 @@ def ended(
     return left, kills
 
 
-def all_able(folder: Path, since_s: float) -> bool:
+def all_can_go_on(folder: Path, since_s: float) -> bool:
     """Whether all ranks of a full world have come to train since then."""
     for path in folder.rglob("events.jsonl"):
         for line in reversed(path.read_bytes().splitlines()):
             event = json.loads(line) if line.endswith(b"}") else {}
-            if event.get("event") == "able":
+            if event.get("event") == "can_go_on":
                 return float(event["monotonic"]) > since_s and len(event["local_ranks"]) == RANKS
     return False
 

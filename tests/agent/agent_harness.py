@@ -131,16 +131,16 @@ def survivor(generation: int, *local_ranks: int) -> msg.Assign:
     return structs.replace(place, local_ranks=local_ranks or None)
 
 
-def able() -> AgentHarness:
+def all_can_go_on() -> AgentHarness:
     """Both workers are able to go on after a loss."""
     harness = running()
-    harness.give(ev.WorkersAble(1, (0, 1)))
+    harness.give(ev.WorkersCanGoOn(1, (0, 1)))
     return harness
 
 
 def regrouping() -> AgentHarness:
     """Local rank 1 was killed, and local rank 0 leaves the generation to go on alone."""
-    harness = able()
+    harness = all_can_go_on()
     harness.give(ev.WorkerEnded(1, 1, killed(), evidence_follows=True))
     harness.hear(msg.Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
     return harness
@@ -151,7 +151,7 @@ def shrunk() -> AgentHarness:
     harness = regrouping()
     harness.give(ev.NodePrepared(2, 40_002))
     harness.hear(msg.Start(2, "10.0.0.1", 40_002))
-    harness.give(ev.WorkersAble(2, (0,)))
+    harness.give(ev.WorkersCanGoOn(2, (0,)))
     harness.hear(msg.Replace(2, (1,)))
     return harness
 
@@ -260,7 +260,7 @@ STATES: list[Callable[[], AgentHarness]] = [
     leaving,
     leaving_drained,
     ended,
-    able,
+    all_can_go_on,
     regrouping,
     shrunk,
     replaced,

@@ -49,7 +49,7 @@ from holdfast.protocol.messages import (
 from tests.agent.agent_harness import (
     LIMITS,
     AgentHarness,
-    able,
+    all_can_go_on,
     assign,
     bare,
     failure,
@@ -67,7 +67,7 @@ from tests.agent.agent_harness import (
 
 
 def test_a_node_that_wanted_to_leave_before_its_workers_regrouped_asks_for_a_safe_point_again() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.give(Signalled(signal.SIGTERM, "SIGTERM"))
     harness.hear(Regroup(survivor(2), 0, "rank 7 was lost"))
     harness.give(WorkersHeld(1, 6))
@@ -79,7 +79,7 @@ def test_a_node_that_wanted_to_leave_before_its_workers_regrouped_asks_for_a_saf
     assert Leave("SIGTERM", drain=True) in harness.sent()
 
 
-def parting() -> AgentHarness:
+def leaving_regrouping() -> AgentHarness:
     """This node leaves, and its workers are on their way to the safe point from which the others go on without it."""
     harness = leaving_drained()
     harness.hear(Regroup(structs.replace(assign(2), local_ranks=(), world_size=4), 7, "a leaves; 4 ranks go on"))
@@ -88,7 +88,7 @@ def parting() -> AgentHarness:
 
 
 def test_the_workers_of_a_node_that_leaves_wait_for_the_order_to_stop_and_get_their_grace() -> None:
-    harness = parting()
+    harness = leaving_regrouping()
     harness.give(NodePrepared(2, None))
     assert harness.sent() == [Prepared(2)]
     harness.hear(Stop(2, StopReason.MEMBER_LEFT))
@@ -103,7 +103,7 @@ def test_the_workers_of_a_node_that_leaves_wait_for_the_order_to_stop_and_get_th
 
 
 def test_a_worker_that_is_lost_on_the_way_there_is_reported() -> None:
-    harness = parting()
+    harness = leaving_regrouping()
     harness.give(WorkerEnded(2, 1, killed()))
     assert harness.sent() == [WorkersFailed(2, (killed(),))]
     harness.hear(Regroup(structs.replace(assign(3), local_ranks=(), world_size=3), 0, "rank 1 was lost"))

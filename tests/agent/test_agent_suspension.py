@@ -12,7 +12,7 @@ from holdfast.agent.commands import HangUp, Say
 from holdfast.agent.local_generation import Work
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Note
-from tests.agent.agent_harness import LIMITS, AgentHarness, able, assign, idle, killed, running, survivor
+from tests.agent.agent_harness import LIMITS, AgentHarness, all_can_go_on, assign, idle, killed, running, survivor
 
 SUSPEND_S = LIMITS.suspend_of(2)
 JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, suspend_s=SUSPEND_S)
@@ -26,7 +26,7 @@ def granted(harness: AgentHarness) -> AgentHarness:
 
 def surviving() -> AgentHarness:
     harness = granted(running())
-    harness.give(ev.WorkersAble(1, (0, 1)))
+    harness.give(ev.WorkersCanGoOn(1, (0, 1)))
     return harness
 
 
@@ -114,9 +114,11 @@ def test_a_lost_link_suspends_them_too_until_a_coordinator_lets_them_continue() 
     assert noted(harness) == ["resumed", "workers_continued"]
 
 
-@pytest.mark.parametrize("make", [running, able], ids=["not in ht.survive", "a coordinator that grants no time"])
+@pytest.mark.parametrize(
+    "make", [running, all_can_go_on], ids=["not in ht.survive", "a coordinator that grants no time"]
+)
 def test_others_are_not_suspended(make) -> None:
-    harness = make() if make is able else granted(make())
+    harness = make() if make is all_can_go_on else granted(make())
     assert harness.machine.suspend_at_s is None
     harness.wait(SUSPEND_S, answered=False)
     assert noted(harness) == []
@@ -139,14 +141,14 @@ def test_replacements_that_wait_for_their_place_are_suspended_too() -> None:
 
 def test_one_worker_that_is_able_is_not_enough() -> None:
     harness = granted(running())
-    harness.give(ev.WorkersAble(1, (0,)))
+    harness.give(ev.WorkersCanGoOn(1, (0,)))
     assert harness.machine.suspend_at_s is None
 
 
 def test_it_holds_for_the_whole_generation() -> None:
     """The coordinator may not have heard yet that one of them has left `ht.survive`."""
     harness = surviving()
-    harness.give(ev.WorkersAble(1, ()))
+    harness.give(ev.WorkersCanGoOn(1, ()))
     assert harness.machine.suspend_at_s is not None
 
 
@@ -225,5 +227,5 @@ def test_where_all_answers_come_too_late_workers_are_not_suspended_any_more(late
     harness.hear(assign(2))
     harness.give(ev.NodePrepared(2, 40_000))
     harness.hear(msg.Start(2, "10.0.0.1", 40_000))
-    harness.give(ev.WorkersAble(2, (0, 1)))
+    harness.give(ev.WorkersCanGoOn(2, (0, 1)))
     assert harness.machine.suspend_at_s is None

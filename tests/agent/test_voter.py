@@ -359,16 +359,17 @@ def test_a_founder_hears_of_the_charter() -> None:
     harness = three()
     voter = harness.voters["b"]
     waiting, joining = (
-        voter.recall(harness.now + after_s, "a#2", 1, founded=True, forms=True) for after_s in (0.0, LIMITS.elect_s)
+        voter.charter_report(harness.now + after_s, "a#2", 1, founded=True, forms=True)
+        for after_s in (0.0, LIMITS.elect_s)
     )
     assert waiting is not None
     assert joining is not None
     assert (waiting.charter, waiting.patience_s) == (voter.charter, LIMITS.elect_s)
     assert (joining.patience_s, joining.lost_s) == (0.0, LIMITS.elect_s)
-    assert voter.recall(harness.now, "a", 1, founded=True, forms=True) is None, "the one that wrote it"
-    assert voter.recall(harness.now, "d", 2, founded=False, forms=False) is None, "one that was elected"
-    assert voter.recall(harness.now, "a#2", 1, founded=True, forms=False) is None, "it trains already"
-    over = voter.recall(harness.now, "a#2", 1, founded=False, forms=True)
+    assert voter.charter_report(harness.now, "a", 1, founded=True, forms=True) is None, "the one that wrote it"
+    assert voter.charter_report(harness.now, "d", 2, founded=False, forms=False) is None, "one that was elected"
+    assert voter.charter_report(harness.now, "a#2", 1, founded=True, forms=False) is None, "it trains already"
+    over = voter.charter_report(harness.now, "a#2", 1, founded=False, forms=True)
     assert over is not None, "it waits for nobody, and may know of an older charter only"
     assert over.patience_s == 0.0
 
@@ -379,10 +380,10 @@ def test_a_voter_that_follows_a_coordinator_tells_a_founder_that_it_lives() -> N
     voter = harness.voters["b"]
     harness.now += 100.0
     assert voter.calls
-    recall = voter.recall(harness.now, "d#2", 1, founded=True, forms=True)
-    assert recall is not None
-    assert (recall.charter, recall.lost_s, recall.follows) == (voter.charter, 0.0, True)
-    assert recall.patience_s == LIMITS.fence_s + LIMITS.kill_s
+    report = voter.charter_report(harness.now, "d#2", 1, founded=True, forms=True)
+    assert report is not None
+    assert (report.charter, report.lost_s, report.follows) == (voter.charter, 0.0, True)
+    assert report.patience_s == LIMITS.fence_s + LIMITS.kill_s
     harness.give("b", vote.FounderMet())
     assert [harness.renew("b", None).rival for _ in range(2)] == [True, False]
     harness.lose("b")
@@ -395,7 +396,10 @@ def test_who_has_no_vote_tells_a_founder_once() -> None:
     harness = three()
     voter = harness.voters["x"] = Voter("x", LIMITS, harness.now, stands=True)
     voter.charter = harness.voters["b"].charter
-    assert [voter.recall(harness.now, "a#2", 1, founded=True, forms=True) is None for _ in range(2)] == [False, True]
+    assert [voter.charter_report(harness.now, "a#2", 1, founded=True, forms=True) is None for _ in range(2)] == [
+        False,
+        True,
+    ]
 
 
 def test_it_gives_the_job_up_when_a_majority_has_ended() -> None:

@@ -40,7 +40,7 @@ def test_it_gives_up_when_it_learns_of_a_charter_that_has_left_it_out() -> None:
     poll = Poll(2, seat("a"), CharterPosition(FOUNDER, 1))
     harness.give("a", vote.PollFailed("b", poll, gone=True))
     assert not harness.voters["a"].elects(harness.now)
-    told = harness.voters["a"].recall(harness.now, "d", 1, founded=True, forms=True)
+    told = harness.voters["a"].charter_report(harness.now, "d", 1, founded=True, forms=True)
     assert told is not None
     assert (told.charter, told.patience_s) == (charter("b", number=4), 0.0)
     assert not polled(harness, "a", "d", 9, CharterPosition(0, 0)).granted

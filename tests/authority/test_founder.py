@@ -13,13 +13,13 @@ from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import CharterPosition
 from holdfast.protocol.outcome import Outcome, OutcomeKind
-from tests.authority.test_voters import WITNESS, VotersHarness, charter_of, recalled
+from tests.authority.test_voters import WITNESS, VotersHarness, charter_of, reported
 from tests.coordinator.coordinator_harness import LIMITS
 
 
 def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> None:
     harness = VotersHarness()
-    recalled(harness, 1, 2, 3)
+    reported(harness, 1, 2, 3)
     harness.wait(19.9)
     assert harness.machine.phase is Phase.GATHERING
     assert re.search("n11, n12, n13 may still run it.* another --rdzv-id .* s at most", harness.waits())
@@ -34,7 +34,7 @@ def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> 
 def test_the_founder_waits_for_no_voters_that_have_ended() -> None:
     harness = VotersHarness()
     harness.gone = {"n11#1", "n12#1"}
-    recalled(harness, 1, 2, 3)
+    reported(harness, 1, 2, 3)
     assert not harness.voters.founded, "those that know the older job may join it"
     assert harness.voters.forms, "and tell it what they know before they do"
     harness.wait(LIMITS.fence_s + LIMITS.kill_s - 1.0)
@@ -44,10 +44,10 @@ def test_the_founder_waits_for_no_voters_that_have_ended() -> None:
 def test_a_founder_that_waits_no_longer_still_hears_of_a_newer_charter() -> None:
     harness = VotersHarness()
     harness.gone = {"n11#1", "n12#1"}
-    recalled(harness, 1, 2)
+    reported(harness, 1, 2)
     newer = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 10), restarts=2)
     harness.give(LinkOpened(3, "10.0.0.3", "10.0.0.1"))
-    harness.give(Heard(3, msg.Recall(newer, 4, 1.0, 0.0)))
+    harness.give(Heard(3, msg.ReportCharter(newer, 4, 1.0, 0.0)))
     harness.join(3)
     harness.wait(LIMITS.fence_s + LIMITS.kill_s)
     assert not harness.voters.forms
@@ -127,7 +127,7 @@ def test_the_wait_for_a_silent_witness_is_short() -> None:
 def test_a_founder_with_too_few_nodes_says_that_there_was_an_older_job() -> None:
     harness = VotersHarness(least=3)
     harness.join(1)
-    recalled(harness)
+    reported(harness)
     harness.wait(LIMITS.say_interval_s)
     assert harness.waits().startswith("waiting: 1 of 3 nodes are here; this job was started before, and n")
     harness.wait(LIMITS.elect_s)
@@ -155,7 +155,7 @@ def test_the_founder_waits_while_a_witness_hears_the_lone_coordinator() -> None:
 def test_the_founder_waits_while_a_voter_follows_a_coordinator() -> None:
     harness = VotersHarness()
     harness.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
-    follows = Heard(9, msg.Recall(charter_of(11, 12, 13), 4, 0.0, LIMITS.fence_s + LIMITS.kill_s, follows=True))
+    follows = Heard(9, msg.ReportCharter(charter_of(11, 12, 13), 4, 0.0, LIMITS.fence_s + LIMITS.kill_s, follows=True))
     harness.give(follows)
     harness.join(1, 2, 3)
     for _ in range(20):
@@ -172,7 +172,7 @@ def test_a_founder_is_the_same_job_only_where_nobody_else_can_continue_it(gone: 
     """The second time the older coordinator, on n11, may have gone on without the voters that ended."""
     harness = VotersHarness()
     harness.gone = gone
-    recalled(harness, 1, 2, 3)
+    reported(harness, 1, 2, 3)
     harness.wait(LIMITS.fence_s + LIMITS.kill_s)
     harness.prepare(1, 2, 3)
     assert harness.to(2, msg.Start)[0].job_uid == uid

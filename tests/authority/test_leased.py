@@ -17,8 +17,10 @@ def judge(*_: object) -> Verdict:
     raise AssertionError("nothing failed")
 
 
-def made(lease: list[bool], floor: int = 0, tail_s: float = 0.0) -> Coordinator:
-    authority = Leased(Limits(), 100.0, holds=lambda: lease[0], floor=floor, tail_s=tail_s)
+def made(lease: list[bool], newest_before: int = 0, workers_may_live_s: float = 0.0) -> Coordinator:
+    authority = Leased(
+        Limits(), 100.0, holds=lambda: lease[0], newest_before=newest_before, workers_may_live_s=workers_may_live_s
+    )
     return Coordinator(JOB, Limits(), judge, 100.0, authority)
 
 
@@ -56,7 +58,7 @@ def test_the_first_of_a_job_waits_for_nobody() -> None:
 
 
 def test_a_successor_counts_on_and_waits_for_the_tail() -> None:
-    machine = made([True], floor=7, tail_s=1.5)
+    machine = made([True], newest_before=7, workers_may_live_s=1.5)
     assert generations(joined(machine, 100.0, last_generation=7)) == []
     assert machine.next_deadline() == 101.5
     assert generations(machine.handle(101.4, Tick())) == []
@@ -64,7 +66,7 @@ def test_a_successor_counts_on_and_waits_for_the_tail() -> None:
 
 
 def test_a_generation_that_etcd_forgot_is_observed_as_without_etcd() -> None:
-    machine = made([True], floor=3)
+    machine = made([True], newest_before=3)
     limits = Limits()
     assert generations(joined(machine, 100.0, last_generation=9)) == []
     assert generations(machine.handle(100.0 + limits.fence_s + limits.kill_s, Tick())) == [10]

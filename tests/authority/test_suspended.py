@@ -33,9 +33,9 @@ def successor(charter: Charter, *, least: int = 1) -> VotersHarness:
     return harness
 
 
-def comes(harness: VotersHarness, *links: int, able: bool = True) -> None:
+def comes(harness: VotersHarness, *links: int, can_go_on: bool = True) -> None:
     for link in links:
-        running = msg.Running(4, link - 1, 4, 1, (), None, (0,) if able else ())
+        running = msg.Running(4, link - 1, 4, 1, (), None, (0,) if can_go_on else ())
         harness.join(link, last=4, running=running)
 
 
@@ -126,7 +126,7 @@ def test_too_few_that_are_left_wait_for_the_others() -> None:
 def test_workers_that_have_left_ht_survive_do_not_go_on() -> None:
     harness = successor(suspended())
     comes(harness, 2, 3)
-    comes(harness, 4, able=False)
+    comes(harness, 4, can_go_on=False)
     past(harness, LIMITS.fence_s)
     assert harness.machine.phase is Phase.GATHERING
 
@@ -136,7 +136,7 @@ def test_the_charter_says_when_all_workers_would_be_suspended() -> None:
     assert harness.voters.charter.sizes == (1, 1, 1)
     assert harness.voters.charter.short_lease_s == 0.0
     for link in (1, 2, 3):
-        harness.give(Heard(link, msg.Able(1, (0,))))
+        harness.give(Heard(link, msg.CanGoOn(1, (0,))))
     assert harness.voters.charter.short_lease_s == SHORT_S
     harness.give(LinkClosed(3, "lost"))
     assert harness.machine.phase is Phase.REGROUPING

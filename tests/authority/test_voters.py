@@ -220,8 +220,8 @@ def test_an_agent_that_knows_a_newer_term_deposes_it() -> None:
     [
         msg.Join(node(4), 1, term=7),
         Renewed(7, 1, NO_CHARTER),
-        msg.Supersede(7, "10.0.0.9", 7000, "n9#1", elected=True),
-        msg.Recall(Charter(NO_CHARTER, ()), 7, 0.0),
+        msg.ContestEndpoint(7, "10.0.0.9", 7000, "n9#1", elected=True),
+        msg.ReportCharter(Charter(NO_CHARTER, ()), 7, 0.0),
         Polled(7, granted=False, voter="n2#1"),
     ],
     ids=lambda message: type(message).__name__,
@@ -240,19 +240,21 @@ def test_of_two_founders_of_the_same_term_the_one_with_the_later_name_goes_on(fo
     desks = [VotersHarness(own=own) for own in (1, 2)]
     for number, harness in enumerate(desks, 1):
         harness.started(1, 2, 3) if formed else harness.join(number)
-    calls = [harness.voters.call(f"10.0.0.{number}", 7000) for number, harness in enumerate(desks, 1)]
-    assert [call.term for call in calls] == [1, 1]
-    for harness, call in zip(desks, reversed(calls), strict=True):
-        harness.give(LinkOpened(9, call.address, "10.0.0.8"))
-        harness.give(Heard(9, call))
+    contests = [harness.voters.contest(f"10.0.0.{number}", 7000) for number, harness in enumerate(desks, 1)]
+    assert [contest.term for contest in contests] == [1, 1]
+    for harness, contest in zip(desks, reversed(contests), strict=True):
+        harness.give(LinkOpened(9, contest.address, "10.0.0.8"))
+        harness.give(Heard(9, contest))
         for command in harness.did(ProveCaller):
-            assert command.call == call  # type: ignore[union-attr]
-            harness.give(Deposed(call.term, call.address, call.port, call.name, call.elected, call.forms))
+            assert command.contest == contest  # type: ignore[union-attr]
+            harness.give(
+                Deposed(contest.term, contest.address, contest.port, contest.name, contest.elected, contest.forms)
+            )
     assert [harness.machine.stepped_down for harness in desks] == [True, False]
     if formed:
-        (moved,) = desks[1].to(9, msg.Moved)
+        (answer,) = desks[1].to(9, msg.CoordinatorAt)
         other = VotersHarness(own=1).started(1, 2, 3)
-        other.give(Deposed(moved.term, moved.address, moved.port, moved.name, moved.elected))
+        other.give(Deposed(answer.term, answer.address, answer.port, answer.name, answer.elected))
         assert other.machine.stepped_down
 
 
@@ -300,7 +302,7 @@ def test_a_founder_that_continues_an_older_charter_may_be_another_job() -> None:
     """The older one may live on the other side of a cut: its snapshot folder is not free."""
     harness = VotersHarness()
     harness.join(1)
-    recalled(harness, 2)
+    reported(harness, 2)
     harness.wait(25.0)
     harness.prepare(1, 2)
     assert harness.to(1, msg.Start)[0].job_uid == "n1#1"
@@ -329,24 +331,24 @@ def test_the_founder_steps_down_for_the_job_that_lives() -> None:
     harness = VotersHarness()
     harness.join(1)
     harness.give(LinkOpened(9, "10.0.0.2", "10.0.0.1"))
-    call = msg.Supersede(1, "10.0.0.2", 7000, "n2#1")
-    harness.give(Heard(9, call))
-    assert harness.did(ProveCaller) == [ProveCaller(call)]
+    contest = msg.ContestEndpoint(1, "10.0.0.2", 7000, "n2#1")
+    harness.give(Heard(9, contest))
+    assert harness.did(ProveCaller) == [ProveCaller(contest)]
     harness.give(Deposed(1, "10.0.0.2", 7000, "n2#1"))
     assert harness.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
 
 
-def recalled(harness: VotersHarness, *links: int, patience_s: float = 20.0) -> None:
+def reported(harness: VotersHarness, *links: int, patience_s: float = 20.0) -> None:
     """An agent that knows of an older job of the nodes 11, 12 and 13 connects, and then these agents join."""
     older = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 9), job_uid="n11#1")
     harness.give(LinkOpened(9, "10.0.0.12", "10.0.0.1"))
-    harness.give(Heard(9, msg.Recall(older, 4, 1.0, patience_s)))
+    harness.give(Heard(9, msg.ReportCharter(older, 4, 1.0, patience_s)))
     harness.join(*links)
 
 
 def test_who_has_formed_a_generation_continues_no_other() -> None:
     harness = VotersHarness().started(1, 2, 3)
-    recalled(harness)
+    reported(harness)
     assert harness.voters.older is None
 
 
@@ -355,8 +357,8 @@ def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
     harness.join(2, 3, last=4)
     harness.prepare(2, 3)
     harness.give(LinkOpened(9, "10.0.0.1", "10.0.0.2"))
-    harness.give(Heard(9, msg.Supersede(1, "10.0.0.1", 7000)))
-    assert harness.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000, "n2#1", elected=True)]
+    harness.give(Heard(9, msg.ContestEndpoint(1, "10.0.0.1", 7000)))
+    assert harness.to(9, msg.CoordinatorAt) == [msg.CoordinatorAt(3, "10.0.0.2", 7000, "n2#1", elected=True)]
     harness.give(Deposed(2, "10.0.0.1", 7000))
     assert not harness.did(StepDown)
     harness.give(Deposed(4, "10.0.0.1", 7000))
@@ -380,8 +382,8 @@ def charter_of(*links: int, generation: int = 4) -> Charter:
     )
 
 
-def part(link: int, *, able: bool = False) -> msg.Running:
-    return msg.Running(4, link - 1, 3, 1, (), None, (0,) if able else ())
+def part(link: int, *, can_go_on: bool = False) -> msg.Running:
+    return msg.Running(4, link - 1, 3, 1, (), None, (0,) if can_go_on else ())
 
 
 def test_numbers_and_the_budget_continue() -> None:
@@ -525,8 +527,8 @@ def test_a_coordinator_that_may_live_is_given_its_fence() -> None:
 
 def test_workers_that_can_go_on_survive_the_coordinator() -> None:
     harness = VotersHarness(Succession(2, charter_of(), closed=True), own=2)
-    harness.join(2, last=4, running=part(2, able=True))
-    harness.join(3, last=4, running=part(3, able=True))
+    harness.join(2, last=4, running=part(2, can_go_on=True))
+    harness.join(3, last=4, running=part(3, can_go_on=True))
     assert harness.to(3, msg.Resume)
     assert harness.to(3, msg.Regroup)
     assert harness.machine.phase is Phase.REGROUPING

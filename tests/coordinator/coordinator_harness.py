@@ -208,12 +208,12 @@ class CoordinatorHarness:
         """Those of the members."""
         return {member.link for member in self.machine.members.values()}
 
-    def able(self, *links: int) -> None:
+    def can_go_on(self, *links: int) -> None:
         """All workers of these nodes that take part are able to go on after a loss."""
         world = self.machine.world
         assert world is not None
         for link in links:
-            self.say(link, msg.Able(world.generation, world.places[f"n{link}#1"]))
+            self.say(link, msg.CanGoOn(world.generation, world.places[f"n{link}#1"]))
 
     def kill_worker(self, link: int, local_rank: int = 0, *, exit_code: int = -9, read: bool = False) -> None:
         """A worker ends by a signal. `read`: this is its evidence."""
@@ -232,7 +232,7 @@ class CoordinatorHarness:
 def regrouping(**options: Any) -> CoordinatorHarness:
     """Both ranks could go on after a loss, and rank 1 is lost."""
     harness = running(**{"max_restarts": 2, **options})
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.kill_worker(2)
     return harness
 
@@ -241,7 +241,7 @@ def growing(**options: Any) -> CoordinatorHarness:
     """The replacement of rank 1 is ready."""
     harness = regrouping(**options)
     harness.prepare(1, 2)
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.say(2, msg.ReplacementReady(2, (0,)))
     return harness
 

@@ -109,7 +109,7 @@ def all_stopped_budget_spent(harness: CoordinatorHarness) -> None:
 
 
 def a_rank_is_lost(harness: CoordinatorHarness) -> None:
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.kill_worker(2)
     regroup = harness.last(1)
     assert isinstance(regroup, msg.Regroup)
@@ -214,8 +214,8 @@ MESSAGES: list[msg.FromAgent] = [
     msg.Ask(1, "profile", "a user", b'{"ranks": [0], "steps": 5}'),
     *(msg.Extended(each.name, body) for each in EXTENSIONS for body in (b"", b"\x92\x01\x90")),
     Poll(2, Seat("n9#1", "n9", "10.0.0.9", 1), CharterPosition(1, 1)),
-    msg.Supersede(2, "10.0.0.9", 1),
-    msg.Recall(Charter(CharterPosition(1, 1), ()), 1, 0.0),
+    msg.ContestEndpoint(2, "10.0.0.9", 1),
+    msg.ReportCharter(Charter(CharterPosition(1, 1), ()), 1, 0.0),
     msg.Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, msg.Running(1, 0, 1, 0)),
     msg.Leave("SIGTERM"),
     msg.Leave("SIGTERM", drain=True),
@@ -235,7 +235,7 @@ MESSAGES: list[msg.FromAgent] = [
             msg.Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
             msg.Progress(generation, (RankProgress(0, Stage.MEETING),)),
             msg.Extended("hangs", encode_extended(Looked(generation, 1))),
-            msg.Able(generation, (0,)),
+            msg.CanGoOn(generation, (0,)),
             msg.ReplacementReady(generation, (0,)),
             msg.ReplacementFailed(generation, (FAILURE,)),
             msg.CannotRegroup(generation, "memory grew"),

@@ -25,7 +25,7 @@ def surviving(nodes: int = 3, *, least: int = 1, old: int = 0, **options: Any) -
     if old:
         harness.machine.members[f"n{old}#1"].suspend_s = 0.0
     harness.prepare(*links)
-    harness.able(*links)
+    harness.can_go_on(*links)
     assert harness.machine.phase is Phase.RUNNING
     return harness
 
@@ -90,7 +90,7 @@ def test_a_node_whose_workers_are_not_in_ht_survive_yet_has_its_whole_lease() ->
     harness = CoordinatorHarness(1, 3, max_restarts=3)
     harness.join(1, 2, 3)
     harness.prepare(1, 2, 3)
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     pass_time(harness, LIMITS.lease_s - 0.1, speak=(1, 2))
     assert not lost(harness)
 
@@ -109,7 +109,7 @@ def without_a_rank(harness: CoordinatorHarness, link: int) -> None:
     """Its worker was killed, and the replacement is not ready yet."""
     harness.kill_worker(link)
     harness.prepare(*harness.links)
-    harness.able(*harness.links - {link})
+    harness.can_go_on(*harness.links - {link})
     assert harness.machine.phase is Phase.RUNNING
 
 
@@ -135,10 +135,10 @@ def test_after_a_start_a_node_has_its_whole_lease_until_all_are_able_again() -> 
     pass_time(harness, SHORT_S + 0.1, speak=(1, 2, 3))
     harness.prepare(1, 2, 3)
     assert harness.machine.phase is Phase.RUNNING
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     pass_time(harness, SHORT_S + 0.5, speak=(1, 2))
     assert len(lost(harness)) == 1
-    harness.able(3)
+    harness.can_go_on(3)
     pass_time(harness, SHORT_S + 0.5, speak=(1, 2))
     assert len(lost(harness)) == 2
 

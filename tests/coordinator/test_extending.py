@@ -228,7 +228,7 @@ def test_it_gets_the_end_of_a_save_and_what_becomes_of_generations() -> None:
 
 def test_a_regroup_is_another_generation_and_the_loss_of_a_member_is_told() -> None:
     harness, probe = probed(least=1, max_restarts=2)
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.dropped.clear()
     harness.say(
         2, msg.Join(next(m.node for m in harness.machine.members.values() if m.link == 2))

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from holdfast.coordinator.incident import Incident, Incidents
 from holdfast.protocol.outcome import Failure, Verdict
-from tests.coordinator.test_regrouping import able
+from tests.coordinator.test_regrouping import all_can_go_on
 
 BARE = Failure(rank=2, local_rank=0, host="b", pid=7, exit_code=-9)
 READ = structs.replace(BARE, message="killed")
@@ -47,7 +47,7 @@ def test_a_loss_after_the_verdict_is_another_incident_and_is_covered_by_the_char
     second = incidents.newest
     assert (first.failures, second.failures) == ([READ], [OTHER])
     assert second.charged
-    assert second.covered
+    assert second.charged_before
     assert second.verdict is None
 
 
@@ -62,7 +62,7 @@ def test_a_generation_that_is_formed_before_all_can_go_on_has_the_same_incident_
     incidents.failed([OTHER], evidence_follows=False)
     assert incidents.newest.failures == [READ, OTHER]
     assert incidents.newest.charged
-    assert not incidents.newest.covered
+    assert not incidents.newest.charged_before
     assert first.failures == [READ], "nothing is shared with the generation before"
 
 
@@ -92,7 +92,7 @@ def test_evidence_of_an_earlier_loss_makes_that_one_the_reason_and_keeps_the_nod
 
 
 def test_two_worlds_share_nothing_that_changes() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(1, 0)
     harness.kill_worker(1, 1)
     newest = harness.machine.world

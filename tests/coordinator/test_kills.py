@@ -10,7 +10,7 @@ from holdfast.coordinator.world import Phase
 from holdfast.protocol.messages import Held, ReplacementReady, WorkersFailed
 from holdfast.protocol.outcome import Failure
 from tests.coordinator.coordinator_harness import CoordinatorHarness
-from tests.coordinator.test_regrouping import able, refusal, went_on
+from tests.coordinator.test_regrouping import all_can_go_on, refusal, went_on
 
 
 def killed(harness: CoordinatorHarness, step: int, *, stepped: bool) -> None:
@@ -30,7 +30,7 @@ def replaced(harness: CoordinatorHarness) -> None:
 
 @pytest.mark.parametrize("steps", [range(10, 200, 10), [23, 22] * 10], ids=["on and on", "back to a state in memory"])
 def test_steps_between_two_kills_that_no_report_of_progress_has_shown(steps: Iterable[int]) -> None:
-    harness = able(max_restarts=100)
+    harness = all_can_go_on(max_restarts=100)
     for step in steps:
         killed(harness, step, stepped=True)
         assert harness.machine.phase is Phase.REGROUPING
@@ -39,7 +39,7 @@ def test_steps_between_two_kills_that_no_report_of_progress_has_shown(steps: Ite
 
 @pytest.mark.parametrize("step", [0, 10], ids=["not known", "the same"])
 def test_without_a_step_in_between_the_same_kill_ends_the_job(step: int) -> None:
-    harness = able(max_restarts=100)
+    harness = all_can_go_on(max_restarts=100)
     for _ in range(harness.machine.limits.identical_failures_max - 1):
         killed(harness, step, stepped=False)
         replaced(harness)

@@ -10,8 +10,8 @@ from msgspec import structs
 from holdfast.coordinator.coordinator_events import LinkClosed, LinkOpened
 from holdfast.coordinator.world import Phase
 from holdfast.protocol.messages import (
-    Able,
     Assign,
+    CanGoOn,
     CannotRegroup,
     Drain,
     Held,
@@ -46,10 +46,10 @@ from tests.coordinator.coordinator_harness import (
 )
 
 
-def able(**options: Any) -> CoordinatorHarness:
+def all_can_go_on(**options: Any) -> CoordinatorHarness:
     """Two nodes of two workers each; all run in `ht.survive`."""
     harness = running(**{"nproc": 2, "max_restarts": 3, **options})
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     return harness
 
 
@@ -64,14 +64,14 @@ def went_on(harness: CoordinatorHarness) -> None:
     """All nodes are prepared, and their workers are able to go on from there."""
     harness.prepare(1, 2)
     assert harness.machine.phase is Phase.RUNNING
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
 
 
 # --- a loss -----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_have_no_gap_after_a_loss() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(1, 0)
     places = [harness.last(link).assign for link in (1, 2)]  # type: ignore[union-attr]
     assert [(place.rank_base, place.local_ranks) for place in places] == [(0, (1,)), (1, None)]
@@ -95,14 +95,14 @@ def test_a_job_without_ht_survive_is_restarted_without_a_word_about_it() -> None
     ],
 )
 def test_what_the_others_may_do_as_well_is_no_accident(exit_code: int, kind: dict[str, Any], why: str) -> None:
-    harness = able()
+    harness = all_can_go_on()
     failure = Failure(rank=2, local_rank=0, host="n2", pid=1, exit_code=exit_code)
     harness.say(2, WorkersFailed(1, (structs.replace(failure, **kind),)))
     assert refusal(harness) == why
 
 
 def test_out_of_memory_is_known_only_from_the_evidence_and_refused_then() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     assert harness.machine.phase is Phase.REGROUPING
     failure = Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9, out_of_memory=True)
@@ -115,18 +115,18 @@ def test_out_of_memory_is_known_only_from_the_evidence_and_refused_then() -> Non
 
 
 def test_a_rank_that_is_done_or_not_able_is_not_left_behind() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.say(1, WorkerDone(1, 1))
     harness.kill_worker(2)
     assert refusal(harness) == "rank 1 ended"
-    harness = able()
-    harness.say(1, Able(1, (0,)))
+    harness = all_can_go_on()
+    harness.say(1, CanGoOn(1, (0,)))
     harness.kill_worker(2)
     assert refusal(harness) == "not every rank runs in ht.survive"
 
 
 def test_a_rank_that_ends_while_the_others_regroup_stops_them() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     harness.say(1, WorkerDone(1, 1))  # it crossed the order
     assert refusal(harness) == "rank 1 ended"
@@ -141,31 +141,31 @@ def test_a_rank_that_ends_while_the_others_regroup_stops_them() -> None:
     ],
 )
 def test_what_the_job_does_not_want(options: dict[str, Any], why: str) -> None:
-    harness = able(**options)
+    harness = all_can_go_on(**options)
     harness.kill_worker(2)
     assert refusal(harness) == why
 
 
 def test_a_lost_node_is_survived_if_enough_nodes_are_left() -> None:
-    harness = able(least=1)
+    harness = all_can_go_on(least=1)
     harness.give(LinkClosed(2, "reset"))
     (regroup,) = told(harness, Regroup)
     assert regroup.text == "n2 was lost: reset; 2 ranks go on"
     assert harness.machine.budget.used == 0
-    harness = able()
+    harness = all_can_go_on()
     harness.give(LinkClosed(2, "reset"))
     assert refusal(harness) == "1 of at least 2 nodes left"
 
 
 def test_a_node_that_had_to_stop_its_workers_ends_the_generation() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     harness.say(1, Stopped(2))
     assert harness.machine.phase is Phase.STOPPING
 
 
 def test_a_refusal_of_a_worker_stops_all() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     harness.say(1, CannotRegroup(1, "about a generation that is over"))
     assert harness.machine.phase is Phase.REGROUPING
@@ -175,10 +175,10 @@ def test_a_refusal_of_a_worker_stops_all() -> None:
 
 
 def test_a_rank_lost_before_all_are_able_again_costs_no_other_process() -> None:
-    harness = able(nproc=3)
+    harness = all_can_go_on(nproc=3)
     harness.kill_worker(2)
     harness.prepare(1, 2)
-    harness.able(1)
+    harness.can_go_on(1)
     harness.kill_worker(2, 1)
     assert harness.last(2).assign.local_ranks == (2,)  # type: ignore[union-attr]
     assert not told(harness, Stop)
@@ -187,17 +187,17 @@ def test_a_rank_lost_before_all_are_able_again_costs_no_other_process() -> None:
 
 
 def test_a_rank_that_went_on_and_has_left_its_training_function_is_not_left_behind() -> None:
-    harness = able(nproc=3)
+    harness = all_can_go_on(nproc=3)
     harness.kill_worker(2)
     harness.prepare(1, 2)
-    harness.able(1)
-    harness.say(1, Able(2, (0, 1)))
+    harness.can_go_on(1)
+    harness.say(1, CanGoOn(2, (0, 1)))
     harness.kill_worker(2, 1)
     assert refusal(harness) == "not every rank runs in ht.survive"
 
 
 def test_losses_in_a_row_are_counted_until_all_are_able_again() -> None:
-    harness = able(nproc=4, max_restarts=9)
+    harness = all_can_go_on(nproc=4, max_restarts=9)
     for local_rank in (0, 1, 2):
         harness.kill_worker(2, local_rank)
         harness.prepare(1, 2)
@@ -205,7 +205,7 @@ def test_losses_in_a_row_are_counted_until_all_are_able_again() -> None:
     harness.kill_worker(1, 0)
     assert refusal(harness) == "3 losses in a row while regrouping"
     assert harness.machine.budget.used == 3, "the restart of all costs nothing more"
-    harness = able(nproc=4, max_restarts=9)
+    harness = all_can_go_on(nproc=4, max_restarts=9)
     for local_rank in (0, 1, 2):
         harness.kill_worker(2, local_rank)
         went_on(harness)
@@ -214,7 +214,7 @@ def test_losses_in_a_row_are_counted_until_all_are_able_again() -> None:
 
 
 def test_what_the_budget_does_not_allow_in_a_row_restarts_all_as_one_loss() -> None:
-    harness = able(nproc=3, max_restarts=1)
+    harness = all_can_go_on(nproc=3, max_restarts=1)
     harness.kill_worker(2)
     harness.prepare(1, 2)
     harness.kill_worker(2, 1)
@@ -225,7 +225,7 @@ def test_what_the_budget_does_not_allow_in_a_row_restarts_all_as_one_loss() -> N
 
 
 def test_losses_in_a_row_are_counted_until_one_generation_is_started() -> None:
-    harness = able(nproc=4, max_restarts=9)
+    harness = all_can_go_on(nproc=4, max_restarts=9)
     for local_rank in (0, 1, 2):
         harness.kill_worker(2, local_rank)
     assert harness.machine.phase is Phase.REGROUPING
@@ -235,7 +235,7 @@ def test_losses_in_a_row_are_counted_until_one_generation_is_started() -> None:
 
 
 def test_a_failure_that_crossed_the_order_is_a_loss() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     failure = Failure(rank=1, local_rank=1, host="n1", pid=7, exit_code=-9)
     harness.say(1, WorkersFailed(1, (failure,), evidence_follows=True))
@@ -244,7 +244,7 @@ def test_a_failure_that_crossed_the_order_is_a_loss() -> None:
 
 
 def test_workers_go_on_with_another_store() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.say(1, StoreLost(1))
     assert harness.machine.phase is Phase.REGROUPING
     went_on(harness)
@@ -252,7 +252,7 @@ def test_workers_go_on_with_another_store() -> None:
     harness.say(1, StoreLost(2))
     harness.prepare(1, 2)
     harness.say(1, StoreLost(3))
-    assert harness.machine.phase is Phase.REGROUPING, "they come back to the gate, and go on with the next one"
+    assert harness.machine.phase is Phase.REGROUPING, "they come back, and go on with the next one"
     went_on(harness)
     assert (harness.machine.generation, harness.machine.budget.used) == (4, 0)
 
@@ -261,7 +261,7 @@ def test_workers_go_on_with_another_store() -> None:
 
 
 def test_the_verdict_follows_the_evidence() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     went_on(harness)
     assert not harness.noted("verdict")
@@ -273,7 +273,7 @@ def test_the_verdict_follows_the_evidence() -> None:
 
 @pytest.mark.parametrize("read", [True, False], ids=["judged", "not judged"])
 def test_a_second_loss_has_a_verdict_of_its_own_if_the_first_one_was_judged(read: bool) -> None:
-    harness = able(nproc=3)
+    harness = all_can_go_on(nproc=3)
     first = Failure(rank=3, local_rank=0, host="n2", pid=103, exit_code=-9)
     harness.kill_worker(2)
     if read:
@@ -288,7 +288,7 @@ def test_a_second_loss_has_a_verdict_of_its_own_if_the_first_one_was_judged(read
 
 
 def test_each_survived_loss_is_charged_until_nothing_is_left() -> None:
-    harness = able(max_restarts=1)
+    harness = all_can_go_on(max_restarts=1)
     harness.kill_worker(2)
     went_on(harness)
     assert harness.machine.budget.used == 1
@@ -297,12 +297,12 @@ def test_each_survived_loss_is_charged_until_nothing_is_left() -> None:
 
 
 def test_the_back_off_delays_the_replacement_and_not_the_others() -> None:
-    harness = able()
+    harness = all_can_go_on()
     for link in (1, 2):
         harness.kill_worker(link)
         harness.prepare(1, 2)
         assert harness.machine.phase is Phase.RUNNING
-        harness.able(1, 2)
+        harness.can_go_on(1, 2)
     assert not [message for message in told(harness, Replace) if message.generation == 3]
     harness.wait(LIMITS.backoff_first_s)
     assert [message for message in told(harness, Replace) if message.generation == 3] == [Replace(3, (0,))]
@@ -313,7 +313,7 @@ def told(harness: CoordinatorHarness, kind: type[Any]) -> list[Any]:
 
 
 def test_a_host_that_is_excluded_gets_its_replacement_later() -> None:
-    harness = able(exclude_after=1)
+    harness = all_can_go_on(exclude_after=1)
     harness.kill_worker(2)
     harness.say(2, WorkersFailed(1, (Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9),)))
     went_on(harness)
@@ -323,7 +323,7 @@ def test_a_host_that_is_excluded_gets_its_replacement_later() -> None:
 
 
 def test_steps_are_counted_from_the_beginning_after_a_regroup() -> None:
-    harness = able()
+    harness = all_can_go_on()
     for link in (1, 2):
         ranks = tuple(RankProgress(rank, Stage.STEPPING, 50) for rank in (0, 1))
         harness.say(link, Progress(1, ranks))
@@ -336,10 +336,10 @@ def test_steps_are_counted_from_the_beginning_after_a_regroup() -> None:
 
 
 def test_workers_that_do_not_go_on_are_restarted() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(1)
     harness.prepare(1, 2)
-    harness.able(1)
+    harness.can_go_on(1)
     harness.wait(LIMITS.rejoin_s - 0.1)
     assert harness.machine.phase is Phase.RUNNING
     harness.wait(0.2)
@@ -347,18 +347,18 @@ def test_workers_that_do_not_go_on_are_restarted() -> None:
 
 
 def test_workers_that_went_on_and_are_done_with_training_are_left_alone() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(1)
     harness.prepare(1, 2)
-    harness.able(1)
-    harness.say(1, Able(harness.machine.generation, ()))  # its training function has returned already
-    harness.able(2)
+    harness.can_go_on(1)
+    harness.say(1, CanGoOn(harness.machine.generation, ()))  # its training function has returned already
+    harness.can_go_on(2)
     harness.wait(LIMITS.rejoin_s + 1)
     assert harness.machine.phase is Phase.RUNNING
 
 
 def test_users_see_that_workers_regroup() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     view = harness.machine.view(harness.now)
     assert (view.phase, view.world_size) == ("regrouping", 3)
@@ -367,7 +367,7 @@ def test_users_see_that_workers_regroup() -> None:
 
 def test_a_replacement_that_joins_does_not_make_the_next_loss_a_quick_one() -> None:
     """The back-off grows with losses that follow each other quickly. This one comes long after the one before."""
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     went_on(harness)
     harness.wait(LIMITS.healthy_s - 10.0)
@@ -385,7 +385,7 @@ def test_a_replacement_that_joins_does_not_make_the_next_loss_a_quick_one() -> N
 
 
 def test_a_replacement_that_fails_is_charged_once_and_started_again() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     went_on(harness)
     failures = tuple(Failure(rank=0, local_rank=rank, host="n2", pid=9, exit_code=1) for rank in (0, 1))
@@ -399,7 +399,7 @@ def test_a_replacement_that_fails_is_charged_once_and_started_again() -> None:
 
 
 def test_those_that_are_ready_do_not_wait_long_for_the_others() -> None:
-    harness = able(nproc=3)
+    harness = all_can_go_on(nproc=3)
     harness.kill_worker(1)
     harness.kill_worker(2)
     went_on(harness)
@@ -413,19 +413,19 @@ def test_those_that_are_ready_do_not_wait_long_for_the_others() -> None:
 
 
 def test_replacements_do_not_join_before_all_others_are_able() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     harness.prepare(1, 2)
     harness.say(2, ReplacementReady(2, (0,)))
-    harness.able(1)
+    harness.can_go_on(1)
     assert harness.machine.phase is Phase.RUNNING
-    harness.able(2)
+    harness.can_go_on(2)
     assert harness.machine.phase is Phase.DRAINING
 
 
 def test_ranks_do_not_wait_at_the_safe_point_for_one_that_has_ended_before_it() -> None:
     """Without that they waited until the limit of a hang (seed 1513 of questions-succession)."""
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     went_on(harness)
     harness.say(2, ReplacementReady(2, (0,)))
@@ -438,7 +438,7 @@ def test_ranks_do_not_wait_at_the_safe_point_for_one_that_has_ended_before_it() 
 
 
 def test_a_rank_lost_while_replacements_join_is_survived_too() -> None:
-    harness = able()
+    harness = all_can_go_on()
     harness.kill_worker(2)
     went_on(harness)
     harness.say(2, ReplacementReady(2, (0,)))
@@ -487,7 +487,7 @@ def test_replacements_join_after_the_first_step_where_no_rank_has_done_one() -> 
 def test_a_node_of_which_no_worker_is_left_may_go() -> None:
     harness = regrouping()
     harness.prepare(1, 2)
-    harness.able(1)
+    harness.can_go_on(1)
     harness.give(LinkClosed(2, "reset"))
     assert harness.machine.phase is Phase.RUNNING
     harness.kill_worker(1)
@@ -498,7 +498,7 @@ def test_a_node_of_which_no_worker_is_left_may_go() -> None:
 
 
 def test_survivors_wait_as_long_as_nodes_are_awaited() -> None:
-    harness = able(survive=Survive.WAIT)
+    harness = all_can_go_on(survive=Survive.WAIT)
     harness.kill_worker(2)
     harness.prepare(1, 2)
     assert harness.machine.phase is Phase.REGROUPING
@@ -507,13 +507,13 @@ def test_survivors_wait_as_long_as_nodes_are_awaited() -> None:
 
 
 def test_nobody_waits_for_ranks_that_have_no_node() -> None:
-    harness = able(least=1, survive=Survive.WAIT)
+    harness = all_can_go_on(least=1, survive=Survive.WAIT)
     harness.give(LinkClosed(2, "reset"))
     assert refusal(harness) == "the nodes that are left have no place for the lost ranks"
 
 
 def test_a_node_that_leaves_ends_the_wait() -> None:
-    harness = able(survive=Survive.WAIT)
+    harness = all_can_go_on(survive=Survive.WAIT)
     harness.kill_worker(2)
     harness.prepare(1, 2)
     harness.say(1, Leave("SIGTERM", drain=True))
@@ -525,7 +525,7 @@ def test_a_node_that_leaves_ends_the_wait() -> None:
 
 def test_a_new_node_starts_its_workers_beside_the_others() -> None:
     harness = two_of_three(max_restarts=3)
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.join(3)
     harness.wait(LIMITS.gather_s)
     place = harness.last(3)
@@ -542,7 +542,7 @@ def test_a_new_node_starts_its_workers_beside_the_others() -> None:
 
 def test_a_new_node_does_not_restart_workers_that_are_starting_if_they_ran_in_survive_before() -> None:
     harness = two_of_three(max_restarts=3)
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.fail(2)
     for link in (1, 2):
         harness.say(link, Stopped(1))
@@ -550,7 +550,7 @@ def test_a_new_node_does_not_restart_workers_that_are_starting_if_they_ran_in_su
     harness.join(3)
     harness.wait(3 * LIMITS.gather_s)
     assert harness.machine.phase is Phase.RUNNING
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.wait(LIMITS.gather_s)
     assert isinstance(harness.last(3), Assign)
 
@@ -558,7 +558,7 @@ def test_a_new_node_does_not_restart_workers_that_are_starting_if_they_ran_in_su
 def test_a_new_node_that_is_lost_before_it_takes_part_disturbs_nobody() -> None:
     for said in ([], [Prepared(1)], [Prepared(1), ReplacementFailed(1, ())]):
         harness = two_of_three(max_restarts=3)
-        harness.able(1, 2)
+        harness.can_go_on(1, 2)
         harness.join(3)
         harness.wait(LIMITS.gather_s)
         for message in said:
@@ -571,7 +571,7 @@ def test_a_new_node_that_is_lost_before_it_takes_part_disturbs_nobody() -> None:
 
 def test_with_grow_now_a_node_joins_by_a_stop() -> None:
     harness = two_of_three(max_restarts=3, grow=Grow.NOW)
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     harness.give(LinkOpened(3, "10.0.0.3", "10.0.0.9"))
     harness.say(3, Join(NodeSpec(member="n3#1", host="n3", nproc=1)))
     harness.wait(LIMITS.gather_s)

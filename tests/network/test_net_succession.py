@@ -154,8 +154,8 @@ def test_a_lone_coordinator_and_a_witness(job_agents) -> None:
         job.hosts[1].boot()
         agent = job.start(1)
         again = job.trains([1], alone.last_s())
-        (recalled,) = journal(agent, "coordinator.recalled")
-        assert recalled["generation"] == newest
+        (reported,) = journal(agent, "coordinator.charter_reported")
+        assert reported["generation"] == newest
         assert min(told["generation"] for told in journal(agent, "coordinator.started")) == newest + 1
         assert "may still run it" not in agent.text, "it knows that nobody can be elected"
         job.hosts[2].boot()

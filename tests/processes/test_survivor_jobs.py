@@ -31,7 +31,7 @@ def went_on(message):
     note("went_on", generation=message["generation"], now=(rank, world), fresh=fresh)
     if message["generation"] == LAST:
         sys.exit(0)
-    tell(**{"is": "able", "generation": message["generation"]})
+    tell(**{"is": "can_go_on", "generation": message["generation"]})
     tell(**{"is": "went_on", "generation": message["generation"], "step": 1, "steps_lost": 0, "seconds": 0.1})
 
 note("up", fresh=fresh)
@@ -42,23 +42,24 @@ try:
 except ConnectionRefusedError:
     note("refused")
     hold()
-tell(**({"is": "able", "generation": 0} if fresh else {"is": "ready"}))
+tell(**({"is": "can_go_on", "generation": 0} if fresh else {"is": "ready"}))
 while packet := channel.recv(65536):
     message = json.loads(packet)
     if message["do"] == "release":
-        tell(**{"is": "gate", "generation": message["generation"]})
+        tell(**{"is": "waits", "generation": message["generation"]})
     else:
         went_on(message)
 '''.replace("\\\\0", "\\0")
 
 
-def all_able(agent: Any, generation: int, count: int) -> None:
+def all_can_go_on(agent: Any, generation: int, count: int) -> None:
     """Wait until so many workers of this node can go on."""
     until(
         lambda: (
             agent.begun
             and any(
-                each["generation"] == generation and len(each["local_ranks"]) == count for each in agent.events("able")
+                each["generation"] == generation and len(each["local_ranks"]) == count
+                for each in agent.events("can_go_on")
             )
         ),
         lambda: f"not able in generation {generation}: {agent.text}",
@@ -77,7 +78,7 @@ def places(job_folder: Any, generation: int) -> list[tuple[int, int]]:
 def test_the_others_go_on_and_a_replacement_joins(job_folder) -> None:
     line = ("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", job_folder.script(SCRIPT), "3")
     agent = job_folder.start(*line)
-    all_able(agent, 1, 3)
+    all_can_go_on(agent, 1, 3)
     kill_rank(job_folder, 1)
     assert agent.end() == 0, agent.text
     assert places(job_folder, 2) == [(0, 2), (1, 2)]
@@ -95,7 +96,7 @@ def test_workers_of_two_nodes_go_on(job_folder, endpoint: str) -> None:
     args = c10d(endpoint, "2", "--nproc-per-node", "2", "--max-restarts", "1")
     agents = [job_folder.start(*args, job_folder.script(SCRIPT), "3") for _ in range(2)]
     for agent in agents:
-        all_able(agent, 1, 2)
+        all_can_go_on(agent, 1, 2)
     kill_rank(job_folder, 0)
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text
     assert places(job_folder, 2) == [(0, 3), (1, 3), (2, 3)]
@@ -108,9 +109,9 @@ def test_a_lost_node_costs_no_restart_and_a_new_one_joins(job_folder, endpoint: 
     job_folder.joined(1)
     second = job_folder.start(*args, job_folder.script(SCRIPT), "3")
     for agent in (first, second):
-        all_able(agent, 1, 2)
+        all_can_go_on(agent, 1, 2)
     second.signal(signal.SIGKILL)
-    all_able(first, 2, 2)
+    all_can_go_on(first, 2, 2)
     assert places(job_folder, 2) == [(0, 2), (1, 2)]
     third = job_folder.start(*args, job_folder.script(SCRIPT), "3")
     assert (first.end(), third.end()) == (0, 0), first.text
@@ -125,7 +126,7 @@ def test_all_are_started_again_where_they_must_not_go_on(job_folder, option: tup
     if option[0] == "--survive":
         job_folder.wait(3, "refused")
     else:
-        all_able(agent, 1, 3)
+        all_can_go_on(agent, 1, 3)
     kill_rank(job_folder, 1)
     assert agent.end() == 0, agent.text
     assert len(job_folder.trail("up", round=1)) == 3
@@ -134,7 +135,7 @@ def test_all_are_started_again_where_they_must_not_go_on(job_folder, option: tup
 
 def test_without_a_restart_left_the_job_ends_as_ever(job_folder) -> None:
     agent = job_folder.start("--standalone", "--nproc-per-node", "2", job_folder.script(SCRIPT), "9")
-    all_able(agent, 1, 2)
+    all_can_go_on(agent, 1, 2)
     kill_rank(job_folder, 1)
     assert agent.end() == 137, agent.text
     assert (agent.verdict["code"], agent.verdict["verdict"]["culprit"]["rank"]) == ("HF204", 1)
@@ -144,7 +145,7 @@ def test_without_a_restart_left_the_job_ends_as_ever(job_folder) -> None:
 def test_the_others_can_wait_for_the_replacement(job_folder) -> None:
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--survive", "wait")
     agent = job_folder.start("--standalone", *options, job_folder.script(SCRIPT), "3")
-    all_able(agent, 1, 2)
+    all_can_go_on(agent, 1, 2)
     kill_rank(job_folder, 0)
     assert agent.end() == 0, agent.text
     assert (places(job_folder, 2), places(job_folder, 3)) == ([], [(0, 2), (1, 2)])

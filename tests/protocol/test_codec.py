@@ -31,10 +31,10 @@ from holdfast.protocol.codec import (
 )
 from holdfast.protocol.errors import ProtocolError
 from holdfast.protocol.messages import (
-    Able,
     AgentMessage,
     Ask,
     Assign,
+    CanGoOn,
     CannotRegroup,
     CoordinatorMessage,
     Finish,
@@ -48,12 +48,12 @@ from holdfast.protocol.messages import (
     Pong,
     Prepared,
     Progress,
-    Recall,
     Refuse,
     Regroup,
     Replace,
     ReplacementFailed,
     ReplacementReady,
+    ReportCharter,
     Start,
     Stop,
     Stopped,
@@ -126,7 +126,7 @@ from_agent = st.one_of(
     st.builds(StoreLost, generation=number),
     st.builds(Leave, reason=text),
     st.builds(Progress, generation=number, ranks=st.lists(progress, max_size=3).map(tuple)),
-    st.builds(Able, generation=number, local_ranks=local_ranks),
+    st.builds(CanGoOn, generation=number, local_ranks=local_ranks),
     st.builds(ReplacementReady, generation=number, local_ranks=local_ranks),
     st.builds(ReplacementFailed, generation=number, failures=failures.map(lambda failure: (failure,))),
     st.builds(CannotRegroup, generation=number, text=text),
@@ -370,7 +370,7 @@ def test_an_outcome_fits_into_a_frame_whatever_carries_it(ranks: int) -> None:
         Finish(outcome),
         Renew(1, 1, charter),
         Polled(1, granted=False, charter=charter),
-        Recall(charter, 1, 0.0),
+        ReportCharter(charter, 1, 0.0),
     ]
     for carrier in carriers:
         data = encode(carrier)

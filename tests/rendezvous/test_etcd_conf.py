@@ -75,7 +75,7 @@ def test_tls_files_need_https(tmp_path: Path) -> None:
 def test_records_come_back() -> None:
     leader = Leader(run_id="j", address="10.0.0.1", port=7, identity="x")
     assert read_record(Leader, "k", msgspec.json.encode(leader), "j", EtcdError) == leader
-    memory = Memory(run_id="j", generation=3, tail_s=1.5)
+    memory = Memory(run_id="j", generation=3, workers_may_live_s=1.5)
     assert read_record(Memory, "k", msgspec.json.encode(memory), "j", EtcdError) == memory
 
 

@@ -50,7 +50,7 @@ def take(etcd: Etcd, name: str) -> EtcdLeaderLease | None:
 
 
 def memory(generation: int) -> Memory:
-    return Memory(run_id="job", generation=generation, tail_s=1.5)
+    return Memory(run_id="job", generation=generation, workers_may_live_s=1.5)
 
 
 def unanswered(call: object) -> None:
@@ -120,7 +120,9 @@ def test_what_another_node_writes_meanwhile_is_read_again() -> None:
             found = super().read(key)
             if key == MEMORY and self.late:
                 self.late = False
-                self.write(key, b'{"run_id":"job","generation":9,"tail_s":0.0}', 1, found[1] if found else 0)
+                self.write(
+                    key, b'{"run_id":"job","generation":9,"workers_may_live_s":0.0}', 1, found[1] if found else 0
+                )
             return found
 
     etcd = Late()

@@ -42,7 +42,7 @@ class FakeLease:
     def left_s(self) -> float:
         return 3600.0
 
-    def tail_s(self, fence_s: float) -> float:
+    def workers_may_live_s(self, fence_s: float) -> float:
         return fence_s
 
     def remember(self, memory: Memory, done: Callable[[bool], None]) -> None:
@@ -84,7 +84,7 @@ async def test_a_generation_announced_with_stop_starts_when_its_number_is_writte
     stop = await say(WorkersFailed(1, (failure,)))
     assert isinstance(stop, Stop), "an order to stop waits for nothing"
     assert stop.following is not None
-    assert service.final_record() == Memory(run_id="j", generation=2, tail_s=fence_s(Limits()))
+    assert service.final_record() == Memory(run_id="j", generation=2, workers_may_live_s=fence_s(Limits()))
     assert not isinstance(await say(Stopped(1), Prepared(2, 40_002)), Start)
     assert lease.written == [1]
     assert isinstance(await written(), Start)

@@ -51,7 +51,7 @@ class Clock:
         return self.now_s
 
 
-MEMORY = Memory(run_id="j", generation=1, tail_s=1.5)
+MEMORY = Memory(run_id="j", generation=1, workers_may_live_s=1.5)
 
 
 def lease_holder(etcd: FakeEtcd, ttl_s: float = 5.0) -> tuple[LeaseHolder, Clock]:
@@ -75,8 +75,8 @@ def test_fresh_then_held_then_over_and_over_for_good() -> None:
 
 def test_the_tail_covers_the_fence_from_the_last_answer_on_a_fresh_lease() -> None:
     made, _ = lease_holder(FakeEtcd(True))
-    assert made.tail_s(4.5) == 1.5  # answers until 2.0 into the lease, workers until 6.5, the key until 5.0
-    assert lease_holder(FakeEtcd(True), 10.0)[0].tail_s(4.5) == 0.0
+    assert made.workers_may_live_s(4.5) == 1.5  # answers until 2.0 into the lease, workers until 6.5, the key until 5.0
+    assert lease_holder(FakeEtcd(True), 10.0)[0].workers_may_live_s(4.5) == 0.0
 
 
 def run(etcd: FakeEtcd, ttl_s: float, until: str) -> LeaseHolder:

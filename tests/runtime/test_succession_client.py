@@ -15,7 +15,7 @@ from holdfast.coordinator.world import Phase
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError
-from holdfast.protocol.messages import FromCoordinator, Join, Joined, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromCoordinator, Join, Joined
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.bind import claim
@@ -152,11 +152,11 @@ async def test_who_joins_where_no_coordinator_is_is_sent_away() -> None:
 async def test_a_call_is_answered_by_whom_knows_a_newer_term_and_heard_by_others() -> None:
     async with agents("a", "b") as (_, b):
         heard: list[FromCoordinator] = []
-        for term, answer in ((5, []), (3, [Moved(5, "127.0.0.1", 4000)])):
+        for term, answer in ((5, []), (3, [CoordinatorAt(5, "127.0.0.1", 4000)])):
             connection = await dial_agent(b.place, JOB, b.node)
             closed: list[str] = []
             connection.start(heard.append, closed.append)
-            connection.send(Supersede(term, "127.0.0.1", 4000))
+            connection.send(ContestEndpoint(term, "127.0.0.1", 4000))
             await settled(lambda closed=closed: bool(closed))
             assert heard == answer
         assert b.voter.machine.leader.term == 5
@@ -264,7 +264,7 @@ async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_t
         assert a.client.service is not None
         calls = await dial_agent(a.options.endpoint, JOB, b.node)
         calls.start(lambda _: None, lambda _: None)
-        calls.send(Supersede(7, "127.0.0.1", b.options.endpoint.port, b.node.agent))
+        calls.send(ContestEndpoint(7, "127.0.0.1", b.options.endpoint.port, b.node.agent))
         await settled(lambda: bool(a.lost))
         assert a.client.service is None
         await a.join()

@@ -26,7 +26,7 @@ from holdfast.agent.events import (
     ReplacementsReady,
     TreeGone,
     WorkerEnded,
-    WorkersAble,
+    WorkersCanGoOn,
 )
 from holdfast.agent.local_generation import Work
 from holdfast.diagnosis.causes.find import cause_of
@@ -41,7 +41,7 @@ from holdfast.run_folder import RunFolder
 from holdfast.runtime.node_extension import NodeExtensions
 from holdfast.runtime.worker_group import WorkerGroup
 from holdfast.supervisor import processes
-from holdfast.supervisor.channel import SaysAble, SaysReady, SaysUnable, WorkerChannel
+from holdfast.supervisor.channel import SaysCanGoOn, SaysReady, SaysUnable, WorkerChannel
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.release import allowed_s
@@ -103,9 +103,9 @@ class Crew:
             if isinstance(event, kind):
                 return event
 
-    async def able(self, generation: int, *local_ranks: int) -> None:
+    async def can_go_on(self, generation: int, *local_ranks: int) -> None:
         """Wait until these are the workers that can go on."""
-        while await self.next(WorkersAble) != WorkersAble(generation, local_ranks):
+        while await self.next(WorkersCanGoOn) != WorkersCanGoOn(generation, local_ranks):
             pass
 
     async def start(self) -> None:
@@ -118,7 +118,7 @@ class Crew:
 
     async def begin(self) -> None:
         await self.start()
-        await self.able(1, 0, 1, 2)
+        await self.can_go_on(1, 0, 1, 2)
 
     async def regroup(self, generation: int, *local_ranks: int, safe_point: int = 0) -> None:
         """Another generation of these workers, until all can go on again."""
@@ -128,7 +128,7 @@ class Crew:
         assert prepared.generation == generation
         assert prepared.store_port is not None
         self.group.go_on(Start(generation, "localhost", prepared.store_port))
-        await self.able(generation, *local_ranks)
+        await self.can_go_on(generation, *local_ranks)
 
     async def lose(self, local_rank: int) -> WorkerEnded:
         os.kill(self.pids()[local_rank], signal.SIGKILL)
@@ -427,7 +427,7 @@ async def test_an_end_is_reported_after_what_workers_have_said_before_it(crew: A
     os.kill(lost, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{lost}").exists(), "the supervisor has seen the end")
     await crew.next(WorkerEnded)
-    assert WorkersAble(1, (0, 1, 2)) in crew.seen
+    assert WorkersCanGoOn(1, (0, 1, 2)) in crew.seen
     await crew.end()
 
 
@@ -438,7 +438,7 @@ async def test_a_worker_that_sends_nonsense_is_not_able_any_more() -> None:
     name = f"\0holdfast-test-{os.getpid()}".encode()
     channel = WorkerChannel(name, lambda: {3: os.getpid()}, lambda *message: told.append(message), gone.put_nowait)
     try:
-        for packet in (b"\xff", b'{"is": "able", "generation": -1}', b'{"is": "rules"}', b"[]"):
+        for packet in (b"\xff", b'{"is": "can_go_on", "generation": -1}', b'{"is": "rules"}', b"[]"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
                 worker.connect(name)
                 worker.send(b'{"is": "ready", "more": 1}')
@@ -481,7 +481,7 @@ async def test_a_process_of_another_container_is_no_worker_that_is_being_started
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.connect(name)
-            stranger.send(b'{"is": "able", "generation": 2}')
+            stranger.send(b'{"is": "can_go_on", "generation": 2}')
             channel.catch_up()
     finally:
         channel.close()
@@ -497,11 +497,11 @@ async def test_what_a_worker_has_sent_on_its_older_connection_comes_first() -> N
             older.send(b'{"is": "unable"}')
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as newer:
                 newer.connect(name)
-                newer.send(b'{"is": "able", "generation": 2}')
+                newer.send(b'{"is": "can_go_on", "generation": 2}')
                 channel.catch_up()
     finally:
         channel.close()
-    assert told == [SaysUnable(), SaysAble(2)]
+    assert told == [SaysUnable(), SaysCanGoOn(2)]
 
 
 @pytest.mark.parametrize("crew", [{"how": ("2=late",)}], indirect=True)

@@ -18,7 +18,7 @@ from holdfast.agent.voter import Voter, VoterState
 from holdfast.authority.voters import Voters
 from holdfast.coordinator.coordinator_commands import Command
 from holdfast.coordinator.formation import Gathering
-from holdfast.coordinator.previous_generation import Spared
+from holdfast.coordinator.previous_generation import LostPart
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, majority
 from holdfast.protocol.policy import Grow, Limits, Note
 from tests.support.simulator.checkers import BrokenPromiseError, SuccessionChecker
@@ -159,7 +159,7 @@ class StartsAtOnce(Voters):
 class WaitsForNoFence(Voters):
     """It forms a generation while the old one may live."""
 
-    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, Spared]:
+    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, LostPart]:
         gathering.not_before_s = now
         return super().gathers(now, gathering)
 

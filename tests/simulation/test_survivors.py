@@ -29,7 +29,7 @@ SURVIVING = SimOptions(
     work_s=30.0,
     asks=True,
     survives=True,
-    faults=FaultOptions(worker_kills=6, agent_kills=1, link_resets=1, partitions=2, gate_faults=True),
+    faults=FaultOptions(worker_kills=6, agent_kills=1, link_resets=1, partitions=2, regroup_faults=True),
 )
 
 LEAVING = replace(
@@ -63,7 +63,7 @@ def test_ranks_are_lost_while_others_are_on_their_way_into_a_generation(monkeypa
     without, generations = Regrouping.without, list[int]()
 
     def noted(self: Regrouping, now: float, world: World, phase: Phase, what: str) -> Plan | str:
-        on_the_way = self.settling and phase is Phase.RUNNING
+        on_the_way = self.rejoining and phase is Phase.RUNNING
         plan = without(self, now, world, phase, what)
         if on_the_way and isinstance(plan, Plan):
             generations.append(world.generation)
@@ -124,7 +124,7 @@ def test_survivors_that_do_not_wait_for_each_other_are_found(monkeypatch: pytest
 
 def test_survivors_that_do_not_wait_for_a_node_that_leaves_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_those_that_leave(world: World) -> bool:
-        return world.store_port is not None and world.prepared >= world.places.keys() - world.parting.keys()
+        return world.store_port is not None and world.prepared >= world.places.keys() - world.leaving_workers.keys()
 
     monkeypatch.setattr(World, "all_prepared", property(without_those_that_leave))
     assert "still runs generation" in first_broken_promise(lambda seed: surviving(seed, LEAVING))
@@ -132,7 +132,7 @@ def test_survivors_that_do_not_wait_for_a_node_that_leaves_are_found(monkeypatch
 
 def test_a_safe_point_that_a_worker_has_passed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_early(self: Regrouping, world: World, drain: Draining) -> Plan | None:
-        return self._with_ready(world, drain.newest) if drain.regroups and world.all_able else None
+        return self._with_ready(world, drain.newest) if drain.regroups and world.all_can_go_on else None
 
     monkeypatch.setattr(Regrouping, "at_safe_point", too_early)
     assert "which it may have passed" in first_broken_promise(surviving)

@@ -1,4 +1,5 @@
-"""An agent's part of a regroup, for tests of workers alone: starts them, orders them to the gate, and sends them on.
+"""An agent's part of a regroup, for tests of workers alone: starts them, orders them to wait for the next generation, and
+sends them on.
 
 There is no coordinator: the test decides. Workers have the variables of a launcher, and share an import of torch.
 """
@@ -179,10 +180,10 @@ class FakeAgent:
     def kill(self, local_rank: int, signum: int = signal.SIGKILL) -> None:
         self.workers[local_rank].send_signal(signum)
 
-    def release(self, local_ranks: Collection[int], *, cut: bool = True) -> None:
-        """Order these workers to the gate of the next generation."""
+    def release(self, local_ranks: Collection[int], *, at_once: bool = True) -> None:
+        """Order these workers to wait for the next generation."""
         for each in local_ranks:
-            self._send(each, {"do": "release", "generation": self.generation + 1, "cut": cut})
+            self._send(each, {"do": "release", "generation": self.generation + 1, "at_once": at_once})
 
     def go(self, local_ranks: Collection[int]) -> None:
         """Send these workers into the next generation."""

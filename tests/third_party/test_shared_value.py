@@ -97,16 +97,16 @@ def test_a_lease_after_it_was_first_seen_unchanged_another_takes_over(storage: S
     a, b = Node(storage, "a"), Node(storage, "b")
     leader_lease = a.take()
     assert leader_lease is not None
-    assert leader_lease.remember(Memory(run_id="job", generation=7, tail_s=1.5))
+    assert leader_lease.remember(Memory(run_id="job", generation=7, workers_may_live_s=1.5))
     b.now_s += 1000.0  # it has not looked: how old the value is it cannot know
     assert b.api.leader() == a.me
     b.now_s += LEASE_S
     assert b.api.leader() is None
     after = b.take()
     assert after is not None
-    assert after.previous_leader == Memory(run_id="job", generation=7, tail_s=1.5)
+    assert after.previous_leader == Memory(run_id="job", generation=7, workers_may_live_s=1.5)
     assert not leader_lease.renew()
-    assert not leader_lease.remember(Memory(run_id="job", generation=9, tail_s=0.0))
+    assert not leader_lease.remember(Memory(run_id="job", generation=9, workers_may_live_s=0.0))
     leader_lease.resign(None)
     assert a.api.leader() == b.me, "whoever has lost it changes nothing any more"
 
@@ -124,11 +124,11 @@ def test_given_back_it_is_free_at_once_and_remembered(storage: Storage) -> None:
     a, b = Node(storage, "a"), Node(storage, "b")
     leader_lease = a.take()
     assert leader_lease is not None
-    leader_lease.resign(Memory(run_id="job", generation=3, tail_s=4.5))
+    leader_lease.resign(Memory(run_id="job", generation=3, workers_may_live_s=4.5))
     assert b.api.leader() is None
     after = b.take()
     assert after is not None
-    assert after.previous_leader == Memory(run_id="job", generation=3, tail_s=4.5)
+    assert after.previous_leader == Memory(run_id="job", generation=3, workers_may_live_s=4.5)
     after.resign(None)
     assert not storage.value
     assert b.api.leader() is None
@@ -144,7 +144,7 @@ def test_a_lost_answer_does_not_cost_the_lease_holder(storage: Storage, again: s
     if again == "renew":
         assert leader_lease.renew()
     if again == "remember":
-        assert leader_lease.remember(Memory(run_id="job", generation=2, tail_s=0.0))
+        assert leader_lease.remember(Memory(run_id="job", generation=2, workers_may_live_s=0.0))
     assert again == "resign" or leader_lease.renew()
     leader_lease.resign(None)
     assert not storage.value

@@ -72,15 +72,15 @@ def test_without_an_agent_there_is_no_channel(tmp_path: Path) -> None:
 
 def test_a_worker_is_released_waits_at_the_gate_and_goes_on(agent: AgentEnd) -> None:
     channel = agent.channel
-    channel.say("able", generation=0)
-    assert agent.next() == {"is": "able", "generation": 0}
+    channel.say("can_go_on", generation=0)
+    assert agent.next() == {"is": "can_go_on", "generation": 0}
     assert channel.released is None
-    agent.order(do="release", generation=2, cut=True)
-    assert channel.await_cut(limit_s(30)) == Release(2, cut=True)
+    agent.order(do="release", generation=2, at_once=True)
+    assert channel.await_immediate(limit_s(30)) == Release(2, at_once=True)
     places: list[Go] = []
     waiting = threading.Thread(target=lambda: places.append(channel.await_go()))
     waiting.start()
-    assert agent.next() == {"is": "gate", "generation": 2}
+    assert agent.next() == {"is": "waits", "generation": 2}
     agent.order(do="go", generation=2, environment={"RANK": "1"})
     waiting.join()
     assert places == [Go(2, {"RANK": "1"})]
@@ -90,10 +90,10 @@ def test_a_worker_is_released_waits_at_the_gate_and_goes_on(agent: AgentEnd) -> 
 def test_a_generation_that_is_given_up_is_answered_and_its_place_is_not_taken(agent: AgentEnd) -> None:
     places: list[Go] = []
     waiting = threading.Thread(target=lambda: places.append(agent.channel.await_go()))
-    agent.order(do="release", generation=2, cut=True)
+    agent.order(do="release", generation=2, at_once=True)
     waiting.start()
     assert agent.next()["generation"] == 2
-    agent.order(do="release", generation=3, cut=True)
+    agent.order(do="release", generation=3, at_once=True)
     assert agent.next()["generation"] == 3
     agent.order(do="go", generation=3, environment={})
     waiting.join()
@@ -101,23 +101,23 @@ def test_a_generation_that_is_given_up_is_answered_and_its_place_is_not_taken(ag
 
 
 def test_a_message_that_has_arrived_is_found_without_the_thread(agent: AgentEnd) -> None:
-    agent.order(do="release", generation=2, cut=False)
-    assert agent.channel.catch_up() == Release(2, cut=False)
+    agent.order(do="release", generation=2, at_once=False)
+    assert agent.channel.catch_up() == Release(2, at_once=False)
 
 
 def test_a_loss_on_the_way_to_a_safe_point_is_waited_for(agent: AgentEnd) -> None:
     """The peer is gone before the news of it comes: what its loss raises here is no fault of this worker."""
-    agent.order(do="release", generation=2, cut=False)
-    until(lambda: agent.channel.released == Release(2, cut=False), "the first order has come")
-    later = threading.Timer(0.05, lambda: agent.order(do="release", generation=3, cut=True))
+    agent.order(do="release", generation=2, at_once=False)
+    until(lambda: agent.channel.released == Release(2, at_once=False), "the first order has come")
+    later = threading.Timer(0.05, lambda: agent.order(do="release", generation=3, at_once=True))
     later.start()
-    assert agent.channel.await_cut(limit_s(30)) == Release(3, cut=True)
+    assert agent.channel.await_immediate(limit_s(30)) == Release(3, at_once=True)
     later.join()
 
 
 def test_the_end_of_the_agent_ends_the_waits(agent: AgentEnd) -> None:
     agent.connection.close()
-    assert agent.channel.await_cut(limit_s(30)) is None
+    assert agent.channel.await_immediate(limit_s(30)) is None
     with pytest.raises(ChannelLostError):
         agent.channel.await_go()
 
@@ -125,7 +125,7 @@ def test_the_end_of_the_agent_ends_the_waits(agent: AgentEnd) -> None:
 def test_the_loss_of_a_worker_cuts_the_group(agent: AgentEnd) -> None:
     cut = threading.Event()
     agent.channel.train(cut.set, lambda: False, Interrupted)
-    agent.order(do="release", generation=2, cut=True)
+    agent.order(do="release", generation=2, at_once=True)
     assert cut.wait(limit_s(30))
     agent.channel.arrive()
 
@@ -141,17 +141,17 @@ def test_the_main_thread_does_not_go_on_while_its_group_is_being_cut(agent: Agen
         done.append("cut")
 
     agent.channel.train(cut, lambda: False, Interrupted)
-    agent.order(do="release", generation=2, cut=True)
+    agent.order(do="release", generation=2, at_once=True)
     assert begun.wait(limit_s(30))
     agent.channel.arrive()
     assert done == ["cut"]
 
 
 def test_a_thread_that_is_late_does_not_cut_the_next_group(agent: AgentEnd) -> None:
-    """The main thread has been to the gate and trains in the next generation before the thread gets the processor."""
+    """The main thread has waited, and trains in the next generation, before the thread gets the processor."""
     channel, cut = agent.channel, threading.Event()
-    agent.order(do="release", generation=2, cut=True)
-    late = channel.await_cut(limit_s(30))
+    agent.order(do="release", generation=2, at_once=True)
+    late = channel.await_immediate(limit_s(30))
     agent.order(do="go", generation=2, environment={})
     assert channel.await_go() == Go(2, {})
     channel.train(cut.set, lambda: False, Interrupted)
@@ -165,7 +165,7 @@ def test_a_loss_on_the_way_into_a_generation_is_cut_until_the_main_thread_comes_
     channel, cuts = agent.channel, threading.Semaphore(0)
     agent.order(do="go", generation=2, environment={})
     assert channel.await_go(cuts.release) == Go(2, {})
-    agent.order(do="release", generation=3, cut=True)
+    agent.order(do="release", generation=3, at_once=True)
     for _ in range(3):
         assert cuts.acquire(timeout=limit_s(30))
     channel.arrive()
@@ -173,17 +173,17 @@ def test_a_loss_on_the_way_into_a_generation_is_cut_until_the_main_thread_comes_
     assert channel.await_go() == Go(3, {})
     while cuts.acquire(blocking=False):
         pass
-    agent.order(do="release", generation=4, cut=True)
-    assert channel.await_cut(limit_s(30)) == Release(4, cut=True)
+    agent.order(do="release", generation=4, at_once=True)
+    assert channel.await_immediate(limit_s(30)) == Release(4, at_once=True)
     channel.close()  # waits for the thread, which has handled the message
-    assert not cuts.acquire(blocking=False), "who waits at the gate is left alone"
+    assert not cuts.acquire(blocking=False), "who waits is left alone"
 
 
 def test_a_channel_is_closed_although_a_rank_was_lost_on_the_way(agent: AgentEnd) -> None:
     cut = threading.Event()
     agent.order(do="go", generation=2, environment={})
     agent.channel.await_go(cut.set)
-    agent.order(do="release", generation=3, cut=True)
+    agent.order(do="release", generation=3, at_once=True)
     assert cut.wait(limit_s(30))
     agent.channel.close()
     assert not agent.channel._thread.is_alive()
@@ -192,8 +192,8 @@ def test_a_channel_is_closed_although_a_rank_was_lost_on_the_way(agent: AgentEnd
 def test_a_regroup_without_a_loss_cuts_nothing(agent: AgentEnd) -> None:
     cut = threading.Event()
     agent.channel.train(cut.set, lambda: False, Interrupted)
-    agent.order(do="release", generation=2, cut=False)
-    until(lambda: agent.channel.released == Release(2, cut=False), "the order has come")
+    agent.order(do="release", generation=2, at_once=False)
+    until(lambda: agent.channel.released == Release(2, at_once=False), "the order has come")
     agent.channel.arrive()
     agent.channel.close()  # waits for the thread, which has handled the message
     assert not cut.is_set()
@@ -221,7 +221,7 @@ def works(agent: AgentEnd, allowed: threading.Event) -> None:
 def test_a_main_thread_that_does_not_come_is_interrupted_in_the_call_of_a_module(agent: AgentEnd) -> None:
     allowed = threading.Event()
     agent.channel.train(lambda: None, allowed.is_set, Interrupted)
-    agent.order(do="release", generation=2, cut=True)
+    agent.order(do="release", generation=2, at_once=True)
     with pytest.raises(Interrupted):
         call_module(lambda: works(agent, allowed))
     agent.channel.arrive()
@@ -232,7 +232,7 @@ def test_code_outside_of_modules_is_not_interrupted(agent: AgentEnd, tmp_path: P
     file = tmp_path / "rows"
     asked: list[None] = []
     agent.channel.train(lambda: None, lambda: asked.append(None) is None, Interrupted)
-    agent.order(do="release", generation=2, cut=True)
+    agent.order(do="release", generation=2, at_once=True)
     with file.open("w") as out:
         while len(asked) < 20:  # so often would it have been interrupted
             out.write("row\n")
@@ -252,14 +252,14 @@ def test_after_the_arrival_nothing_is_interrupted(agent: AgentEnd) -> None:
         return False
 
     agent.channel.train(lambda: None, refuses, Interrupted)
-    agent.order(do="release", generation=2, cut=True)
+    agent.order(do="release", generation=2, at_once=True)
     until(asked.is_set, "it would have been interrupted")
     agent.channel.arrive()
     agent.channel._may_interrupt = lambda: True
     _thread.interrupt_main(INTERRUPT_SIGNAL)  # one that was on its way
     call_module(lambda: time.sleep(0))
-    agent.order(do="release", generation=3, cut=True)
-    until(lambda: agent.channel.released == Release(3, cut=True), "the thread reads on")
+    agent.order(do="release", generation=3, at_once=True)
+    until(lambda: agent.channel.released == Release(3, at_once=True), "the thread reads on")
 
 
 def test_the_signal_s_handler_goes_with_the_channel(agent: AgentEnd) -> None:

@@ -146,7 +146,7 @@ def test_compiled_modules_are_carried_too(jobs: WarmJobs, tmp_path: Path) -> Non
 def test_a_join_within_the_training_function_ends_what_survives(jobs: WarmJobs, tmp_path: Path) -> None:
     """It is known after the first step: from then on a loss restarts all."""
     with started(jobs, tmp_path / "job", OPTIONS, joined=True, steps=3, faults=[[0, "begin", 2, "wait"]]) as agent:
-        agent.await_said(WORLD, "able", generation=0)
+        agent.await_said(WORLD, "can_go_on", generation=0)
         agent.await_said(WORLD, "unable")
         (tmp_path / "job" / "go on after 2").touch()
         finished(agent, tmp_path / "job")

@@ -67,8 +67,8 @@ class Where(Enum):
     BACKWARD = "it waits for gradients"
     HOOK = "it has announced the step"
     OPTIMIZER = "it completes the step"
-    OPEN = "it is at the gate with an open step"
-    GATE = "it is at the gate"
+    OPEN = "it waits for the next generation with an open step"
+    WAITS = "it waits for the next generation"
 
 
 @dataclass
@@ -86,8 +86,8 @@ class Rank:
     knows_of_loss: bool = False
 
     @property
-    def at_gate(self) -> bool:
-        return self.where in (Where.OPEN, Where.GATE)
+    def waits(self) -> bool:
+        return self.where in (Where.OPEN, Where.WAITS)
 
 
 class Job:
@@ -122,7 +122,7 @@ class Job:
         ]
         self.living = list(self.ranks)
         self.told: dict[int, Decision] | None = None
-        """Of the next generation, since all were sent into it; None: some rank is not at the gate."""
+        """Of the next generation, since all were sent into it; None: some rank does not wait for it."""
         self.open_steps = {True: 0, False: 0}
         """Those that were completed, and those that were given up."""
         self.members: list[Rank] = []
@@ -133,7 +133,7 @@ class Job:
         """All that live are in the next generation, or have made all steps, or none lives."""
         if not self.living or self.told is None:
             return all(each.done >= STEPS for each in self.living)
-        return len(self.told) == len(self.members) and all(each.where is Where.GATE for each in self.living)
+        return len(self.told) == len(self.members) and all(each.where is Where.WAITS for each in self.living)
 
     def may_die(self) -> None:
         if self.losses_left and self.rng.random() < self.p_kill:
@@ -150,7 +150,7 @@ class Job:
         if waiting and self.rng.random() < 0.5:
             self.rng.choice(waiting).arrive()
         lost = len(self.living) < len(self.ranks)
-        if lost and self.told is None and all(each.at_gate for each in self.living):
+        if lost and self.told is None and all(each.waits for each in self.living):
             self.told, self.members = {}, list(self.living)
 
     def lose(self, rank: Rank) -> None:
@@ -162,7 +162,7 @@ class Job:
         for each in gone:
             for link in each.links:
                 link.close()
-        self.told = None  # whoever was sent on comes back to the gate
+        self.told = None  # whoever was sent on comes back
 
     def go_on(self, rank: Rank) -> None:
         step = rank.done + 1
@@ -170,7 +170,7 @@ class Job:
             rank.knows_of_loss = True
         match rank.where:
             case Where.BACKWARD if rank.knows_of_loss and self.rng.random() < 0.5:
-                rank.where = Where.GATE  # the exchange has failed
+                rank.where = Where.WAITS  # the exchange has failed
             case Where.BACKWARD if step <= STEPS and all(each.sent >= step for each in self.ranks):
                 rank.agreement.announce(step)
                 rank.where = Where.HOOK
@@ -179,13 +179,13 @@ class Job:
             case Where.OPTIMIZER:
                 rank.done, rank.sent = step, step + 1
                 left = rank.knows_of_loss or self.told is not None
-                rank.where = Where.GATE if left else Where.BACKWARD
-            case Where.GATE | Where.OPEN if self.told is not None:
+                rank.where = Where.WAITS if left else Where.BACKWARD
+            case Where.WAITS | Where.OPEN if self.told is not None:
                 self.told[rank.number] = Decision(OF, rank.decided)
                 if rank.where is Where.OPEN and len(self.told) == len(self.members):
                     known = is_known(Decision(OF, step), self.told.values())
                     self.open_steps[known] += 1
-                    rank.where, rank.decided = (Where.OPTIMIZER, step) if known else (Where.GATE, rank.decided)
+                    rank.where, rank.decided = (Where.OPTIMIZER, step) if known else (Where.WAITS, rank.decided)
 
     def enter(self, rank: Rank, step: int) -> None:
         match rank.agreement.look(step, lambda: rank.knows_of_loss):

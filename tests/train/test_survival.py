@@ -74,25 +74,25 @@ def undisturbed(
 
 
 def replaced(agent: FakeAgent, *lost: int, world: Collection[int] = WORLD) -> None:
-    """These ranks have ended: as with `--survive wait`, the others wait at the gate for the replacements."""
+    """These ranks have ended: as with `--survive wait`, the others wait for the replacements."""
     agent.ended(lost)
     left = [each for each in world if each not in lost]
-    agent.await_said(left, "able", generation=agent.generation if agent.generation > 1 else 0)
+    agent.await_said(left, "can_go_on", generation=agent.generation if agent.generation > 1 else 0)
     sent(agent, *lost, world=world)
-    agent.await_said(world, "able", generation=agent.generation)
+    agent.await_said(world, "can_go_on", generation=agent.generation)
 
 
 def sent(agent: FakeAgent, *lost: int, world: Collection[int] = WORLD) -> None:
-    """These ranks have ended, perhaps before all were able to go on: the others come to the gate, and all are sent on
+    """These ranks have ended, perhaps before all were able to go on: the others wait, and all are sent on
     with the replacements."""
     agent.ended(lost)
     coming = agent.generation + 1
     left = [each for each in world if each not in lost]
     agent.release(left)
-    agent.await_said(left, "gate", generation=coming)
+    agent.await_said(left, "waits", generation=coming)
     ready(agent, *lost, world=world)
     agent.release(lost)
-    agent.await_said(lost, "gate", generation=coming)
+    agent.await_said(lost, "waits", generation=coming)
     agent.go(world)
 
 
@@ -100,9 +100,9 @@ def shrunk(agent: FakeAgent, *left: int) -> None:
     """These go on without the others."""
     coming = agent.generation + 1
     agent.release(left)
-    agent.await_said(left, "gate", generation=coming)
+    agent.await_said(left, "waits", generation=coming)
     agent.go(left)
-    agent.await_said(left, "able", generation=coming)
+    agent.await_said(left, "can_go_on", generation=coming)
 
 
 def grown(agent: FakeAgent, waits: Path, *lost: int) -> None:
@@ -111,9 +111,9 @@ def grown(agent: FakeAgent, waits: Path, *lost: int) -> None:
     coming = agent.generation + 1
     agent.release(WORLD)
     waits.touch()
-    agent.await_said(WORLD, "gate", generation=coming)
+    agent.await_said(WORLD, "waits", generation=coming)
     agent.go(WORLD)
-    agent.await_said(WORLD, "able", generation=coming)
+    agent.await_said(WORLD, "can_go_on", generation=coming)
 
 
 def ready(agent: FakeAgent, *lost: int, world: Collection[int] = WORLD) -> None:
@@ -275,9 +275,9 @@ def test_with_other_snapshots_a_training_function_is_a_plain_call(
     """A replacement would join in the resume() of the first ones, wherever the others are."""
     with started(jobs, tmp_path, steps=2, epochs=1, other=other) as agent:
         finished(agent, tmp_path)
-        able = [rank for rank, said in agent.heard if said["is"] == "able"]
+        can_go_on = [rank for rank, said in agent.heard if said["is"] == "can_go_on"]
         logs = agent.logs()
-    assert sorted(able) == survived
+    assert sorted(can_go_on) == survived
     assert logs.count("ht.survive: a plain call, because replacements join in the resume() of other Snapshots") == 1
 
 
@@ -380,7 +380,7 @@ def test_a_rank_that_is_lost_while_a_replacement_joins_costs_no_other_process_an
     with started(jobs, tmp_path / "lost", faults=faults) as agent:
         sent(agent, 1)
         sent(agent, rank)
-        agent.await_said(WORLD, "able", generation=3)
+        agent.await_said(WORLD, "can_go_on", generation=3)
         ends = finished(agent, tmp_path / "lost")
     assert agent.said("refuse") == set()
     assert lost_steps(agent) == {3: 0}
@@ -391,7 +391,7 @@ def test_a_rank_that_is_lost_while_a_replacement_joins_costs_no_other_process_an
 def test_fewer_ranks_go_on_when_another_one_is_lost_on_their_way(
     jobs: WarmJobs, tmp_path: Path, where: str, torch_lacks: dict[str, str]
 ) -> None:
-    """Rank 0 comes back to the gate, from a world of two in which it may have new random numbers already."""
+    """Rank 0 comes back from a world of two in which it may have new random numbers already."""
     if where == "join" and torch_lacks["half a group"]:
         pytest.skip(torch_lacks["half a group"])
     (reference,) = {str(each["weights"]) for each in undisturbed(jobs, tmp_path / "reference", drawn=False)}
@@ -400,7 +400,7 @@ def test_fewer_ranks_go_on_when_another_one_is_lost_on_their_way(
     with started(jobs, folder, drawn=False, faults=faults) as agent:
         agent.ended([1])
         agent.release([0, 2])
-        agent.await_said([0, 2], "gate", generation=2)
+        agent.await_said([0, 2], "waits", generation=2)
         agent.go([0, 2])
         agent.ended([2])
         shrunk(agent, 0)
@@ -453,17 +453,17 @@ def test_fewer_ranks_do_the_same_steps_until_replacements_join(jobs: WarmJobs, t
 
         agent.until((folder / "fault.10").exists, "rank 2 is stopped")
         agent.release([0, 1])
-        agent.await_said([0, 1], "gate", generation=agent.generation + 1)
+        agent.await_said([0, 1], "waits", generation=agent.generation + 1)
         agent.kill(2)
         shrunk(agent, 0, 1)
         grown(agent, folder / "go on after 22", 2)
 
         agent.ended([1])
         agent.release([0, 2])
-        agent.await_said([0], "gate", generation=agent.generation + 1)
+        agent.await_said([0], "waits", generation=agent.generation + 1)
         agent.kill(2)
         agent.ended([2])
-        assert agent.said("gate", generation=agent.generation + 1) == {0}, "no thread of rank 2 could run"
+        assert agent.said("waits", generation=agent.generation + 1) == {0}, "no thread of rank 2 could run"
         shrunk(agent, 0)
         ends = finished(agent, folder, [0])
         assert set(lost_steps(agent).values()) == {0}
@@ -509,12 +509,12 @@ def test_no_rank_has_the_state_of_a_completed_step(jobs: WarmJobs, tmp_path: Pat
     with started(jobs, tmp_path / "lost", meet=5, faults=faults) as agent:
         agent.ended([1])
         agent.release([0, 2])
-        agent.await_said([0, 2], "gate", generation=2)
+        agent.await_said([0, 2], "waits", generation=2)
         agent.go([0, 2])
         agent.await_said([0, 2], "refuse")
         (why,) = {message["why"] for _, message in agent.heard if message["is"] == "refuse"}
         assert "every rank was between its optimizer's step and snaps.step()" in why
-        assert agent.said("able", generation=2) == set()
+        assert agent.said("can_go_on", generation=2) == set()
 
 
 def test_an_exception_of_the_program_is_no_loss(jobs: WarmJobs, tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ def test_an_exception_of_the_program_is_no_loss(jobs: WarmJobs, tmp_path: Path) 
         assert agent.ended([1]) == [1]
         assert "ValueError: a bug of the program" in agent.logs()
         assert agent.said("unable") >= {1}
-        assert agent.said("gate") == set()
+        assert agent.said("waits") == set()
 
 
 def test_neither_is_one_that_comes_with_a_loss(jobs: WarmJobs, tmp_path: Path) -> None:
@@ -538,7 +538,7 @@ def test_neither_is_one_that_comes_with_a_loss(jobs: WarmJobs, tmp_path: Path) -
         assert agent.ended([0, 2]) == [1, 1]
         assert "ValueError: a bug of the program" in agent.logs()
         assert "OutOfMemoryError: no memory is left" in agent.logs()
-        assert agent.said("gate") == set()
+        assert agent.said("waits") == set()
 
 
 def test_without_holdfast_it_is_a_plain_call(jobs: WarmJobs, tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path)
     used: list[list[Used]] = []
     with FakeAgent(jobs, tmp_path / "lost", SURVIVOR, tmp_path / "lost", json.dumps({"epochs": 10**6})) as agent:
         agent.start([0, 1])
-        agent.await_said([0, 1], "able", generation=0)
+        agent.await_said([0, 1], "can_go_on", generation=0)
         for each in (0, 1):  # their files stay open
             agent.until(lambda each=each: len(committed_slots(agent.memory.path, each)) == 2, "a state in each slot")
         for _ in range(REGROUPS):

@@ -110,12 +110,12 @@ def test_a_count_of_a_step_that_only_others_completed_is_known_to_nobody(
     """The rank is lost between its optimizer's step and its own count of it: all are started again."""
     with started(jobs, tmp_path / "lost", SCRIPT, faults=[(1, "optimizer", 9)]) as agent:
         agent.ended([1])
-        agent.await_said([0, 2], "able", generation=0)
+        agent.await_said([0, 2], "can_go_on", generation=0)
         agent.release([0, 2])
-        agent.await_said([0, 2], "gate", generation=2)
+        agent.await_said([0, 2], "waits", generation=2)
         ready(agent, 1)
         agent.release([1])
-        agent.await_said([1], "gate", generation=2)
+        agent.await_said([1], "waits", generation=2)
         agent.go([0, 1, 2])
         agent.await_said([1], "refuse")
         (why,) = {message["why"] for rank, message in agent.heard if message["is"] == "refuse" and rank == 1}

@@ -110,9 +110,9 @@ def test_no_rank_has_a_complete_state_and_all_restart(
 ) -> None:
     with started(jobs, tmp_path / "lost", SCRIPT, recipe=recipe, faults=[loss]) as agent:
         agent.ended([1])
-        agent.await_said([0, 2], "able", generation=0)
+        agent.await_said([0, 2], "can_go_on", generation=0)
         agent.release([0, 2])
-        agent.await_said([0, 2], "gate", generation=2)
+        agent.await_said([0, 2], "waits", generation=2)
         agent.go([0, 2])
         agent.await_said([0, 2], "refuse")
         (why,) = {message["why"] for _, message in agent.heard if message["is"] == "refuse"}

@@ -88,7 +88,7 @@ def test_a_rank_that_is_lost_while_a_replacement_joins_costs_no_other_process_an
     with started(jobs, tmp_path / "lost", SCRIPT, drawn=True, faults=faults) as agent:
         sent(agent, 1)
         sent(agent, lost)
-        agent.await_said(WORLD, "able", generation=3)
+        agent.await_said(WORLD, "can_go_on", generation=3)
         ends = finished(agent, tmp_path / "lost")
     assert agent.said("refuse") == set()
     same_training(ends, reference)
@@ -163,22 +163,22 @@ def replace_without_memory(agent: FakeAgent) -> None:
         path.unlink()
     ready(agent, 1)
     agent.release([1])
-    agent.await_said([1], "gate", generation=2)
+    agent.await_said([1], "waits", generation=2)
     agent.go([0, 1, 2])
 
 
-def others_come_to_the_gate(agent: FakeAgent) -> None:
+def others_wait(agent: FakeAgent) -> None:
     """Rank 1 has ended."""
     agent.ended([1])
     agent.release([0, 2])
-    agent.await_said([0, 2], "gate", generation=2)
+    agent.await_said([0, 2], "waits", generation=2)
 
 
 def test_from_the_disk_if_the_memory_of_a_lost_rank_is_lost_too(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
     case = {"disk": 2, "memory": 100, "steps": 6, "epochs": 1}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
     with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
-        others_come_to_the_gate(agent)
+        others_wait(agent)
         until(lambda: [*(tmp_path / "lost/runs").glob("step_000000004.*")], "the newest save is complete")
         replace_without_memory(agent)
         ends = finished(agent, tmp_path / "lost")
@@ -198,7 +198,7 @@ def test_without_any_state_an_object_from_before_the_function_begins_anew_too(
     case = {"memory": 2, "steps": 6, "epochs": 1, **({"before": before} if before else {})}
     reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
     with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
-        others_come_to_the_gate(agent)
+        others_wait(agent)
         replace_without_memory(agent)
         ends = finished(agent, tmp_path / "lost")
     for each in ends:
@@ -215,7 +215,7 @@ def test_without_any_state_data_of_another_library_from_before_the_function_rest
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
     case = {"memory": 2, "steps": 6, "epochs": 1, "before": "stream", "plain": True}
     with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=[(1, "forward", 5)]) as agent:
-        others_come_to_the_gate(agent)
+        others_wait(agent)
         replace_without_memory(agent)
         agent.await_said([0, 2], "refuse")
         (why,) = {message["why"] for _, message in agent.heard if message["is"] == "refuse"}
@@ -270,7 +270,7 @@ def test_what_ends_with_the_ranks_is_refused_if_it_was_made_before(
 ) -> None:
     with started(jobs, tmp_path / "made", SCRIPT, world=[0, 1], before=before) as agent:
         assert agent.ended([0, 1]) == [1, 1]
-        assert agent.said("gate") == set()
+        assert agent.said("waits") == set()
         lines = [line for line in agent.logs().splitlines() if "MadeBeforeError" in line and "ht.survive: " in line]
     assert len(lines) == 2
     assert all(
@@ -313,7 +313,7 @@ def test_fifty_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path) -> 
     (tmp_path / "lost").mkdir()
     used: list[list[Used]] = []
     with started(jobs, tmp_path / "lost", SCRIPT, world=[0, 1], epochs=10**6) as agent:
-        agent.await_said([0, 1], "able", generation=0)
+        agent.await_said([0, 1], "can_go_on", generation=0)
         for _ in range(50):
             shrunk(agent, 0, 1)
             agent.await_said([0, 1], "went_on", generation=agent.generation)
@@ -367,7 +367,7 @@ def test_ranks_that_do_not_fit_wait_as_spares_until_they_do(jobs: WarmJobs, tmp_
         ready(agent, 1, world=FOUR)
         agent.release(FOUR)
         (tmp_path / "lost/go on after 9").touch()
-        agent.await_said(FOUR, "gate", generation=3)
+        agent.await_said(FOUR, "waits", generation=3)
         agent.go(FOUR)
         agent.ended([0])
         shrunk(agent, 1, 2, 3)
@@ -410,7 +410,7 @@ def test_too_few_ranks_for_a_model_wait_for_a_replacement(jobs: WarmJobs, tmp_pa
         agent.until(lambda: "rank 0 waits as a spare: ranks= lets 0 train" in agent.logs(), "rank 0 waits")
         ready(agent, 1, world=[0, 1])
         agent.release([0, 1])
-        agent.await_said([0, 1], "gate", generation=3)
+        agent.await_said([0, 1], "waits", generation=3)
         agent.go([0, 1])
         ends = finished(agent, tmp_path / "lost", [0, 1])
     same_training(ends, reference)

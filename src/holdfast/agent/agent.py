@@ -57,7 +57,7 @@ from holdfast.agent.events import (
     TreeGone,
     WorkerEnded,
     WorkerRaised,
-    WorkersAble,
+    WorkersCanGoOn,
     WorkersFenced,
     WorkersHeld,
     WorkersProgress,
@@ -68,8 +68,8 @@ from holdfast.agent.seeking import Seeking
 from holdfast.protocol.exit_codes import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.protocol.messages import (
     Abandon,
-    Able,
     Assign,
+    CanGoOn,
     CannotRegroup,
     Drain,
     DrainTo,
@@ -391,7 +391,7 @@ class Agent:
                 self._on_worker(event)
             case WorkersHeld() | WorkersProgress():
                 self._on_report(now, event)
-            case WorkersAble() | ReplacementsReady() | RegroupRefused():
+            case WorkersCanGoOn() | ReplacementsReady() | RegroupRefused():
                 self._on_regrouping(now, event)
             case WorkersFenced():
                 # Their ends follow, and must not be reported as failures
@@ -648,7 +648,7 @@ class Agent:
             self._enter(Work.PREPARED)
         if self.work in (Work.PREPARED, Work.REGROUPING):
             self._prepared_s = now
-            self.current.parted = bool(self.current.parting)
+            self.current.leaving_workers_wait = bool(self.current.leaving_workers)
             self._send(Prepared(event.generation, event.store_port))
 
     # ---------------------------------------------------------------- RUNNING
@@ -680,8 +680,8 @@ class Agent:
         for local_rank in sorted(current.done):
             self._send(WorkerDone(generation, local_rank))
         # Else the next loss would not be survived (scenario `survive_coordinator_ends`).
-        if current.able:
-            self._send_able(current)
+        if current.can_go_on:
+            self._send_can_go_on(current)
 
     def _advance_running(self, now: float) -> None:
         """Act on the state of workers that run, or that regroup."""
@@ -857,8 +857,8 @@ class Agent:
     # ---------------------------------------------------------------- REGROUPING
 
     def _on_regroup(self, now: float, assign: Assign, safe_point: int, text: str) -> None:
-        """The workers form another generation; those of a node that leaves only come to the gate. A node that cannot
-        take part reports that its workers are gone."""
+        """The workers form another generation; those of a node that leaves only wait for it. A node that cannot take
+        part reports that its workers are gone."""
         self._last_generation, self._led_by = assign.generation, assign.led_by
         current = self.current
         if current is None:
@@ -889,18 +889,18 @@ class Agent:
         if replacements.ready.intersection(local_ranks):
             self._send(ReplacementReady(generation, tuple(sorted(replacements.ready))))
 
-    def _on_regrouping(self, now: float, event: WorkersAble | ReplacementsReady | RegroupRefused) -> None:
+    def _on_regrouping(self, now: float, event: WorkersCanGoOn | ReplacementsReady | RegroupRefused) -> None:
         """Pass on what workers report about their way into another generation."""
         current = self.current
         if current is None or not self._at_work():
             return
         match event:
-            case WorkersAble(generation, local_ranks) if generation == current.generation:
-                current.able = local_ranks
+            case WorkersCanGoOn(generation, local_ranks) if generation == current.generation:
+                current.can_go_on = local_ranks
                 if current.active and current.active.issubset(local_ranks) and not current.suspends:
                     current.suspends = True
                     self._lease.hurry(now)
-                self._send_able(current)
+                self._send_can_go_on(current)
             case ReplacementsReady(generation, local_ranks):
                 ready = current.replacements.ready = current.replacements.living.intersection(local_ranks)
                 if ready and current.confirmed:
@@ -908,9 +908,9 @@ class Agent:
             case RegroupRefused(generation, text) if generation == current.generation:
                 self._report(CannotRegroup(generation, text))
 
-    def _send_able(self, current: LocalGeneration) -> None:
+    def _send_can_go_on(self, current: LocalGeneration) -> None:
         if current.confirmed:
-            self._send(Able(current.generation, current.able))
+            self._send(CanGoOn(current.generation, current.can_go_on))
 
     # ---------------------------------------------------------------- STOPPING
 
@@ -919,7 +919,7 @@ class Agent:
         if current is None and stop.generation == self._last_generation:
             if self.leaving is not None:
                 # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
-                self._end(farewell(self.leaving, drained=self._drained))
+                self._end(outcome_of_signal(self.leaving, drained=self._drained))
             elif stop.following is not None:  # its workers ended before the order arrived
                 self._on_assign(stop.following)
             return
@@ -983,8 +983,8 @@ class Agent:
         # The next generation was announced with the stop (scenario `worker_fails`).
         if current.following is not None and current.confirmed and self.leaving is None:
             self._on_assign(current.following)
-        if self.leaving is not None and (current.parted or not (self._drained and self.link is Link.UP)):
-            self._end(farewell(self.leaving, drained=self._drained))
+        if self.leaving is not None and (current.leaving_workers_wait or not (self._drained and self.link is Link.UP)):
+            self._end(outcome_of_signal(self.leaving, drained=self._drained))
 
     # ---------------------------------------------------------------- this node's part ends
 
@@ -993,7 +993,7 @@ class Agent:
         if self.leaving is not None:
             if self._at_work() or self.work is Work.STOPPING:
                 self._kill()
-            self._end(farewell(self.leaving, drained=False))
+            self._end(outcome_of_signal(self.leaving, drained=False))
             return
         self.leaving = event
         self._leave_by_s = now + self.limits.drain_s
@@ -1035,7 +1035,7 @@ class Agent:
         self._leave(by)
         if self._at_work() or self.work is Work.STOPPING:
             self._kill()
-        self._end(farewell(event, drained=False))
+        self._end(outcome_of_signal(event, drained=False))
 
     def _go(self, now: float) -> None:
         """A leaving agent waits for nothing any more: stop the workers that are left, and end."""
@@ -1045,7 +1045,7 @@ class Agent:
             self._stop(now, signal.SIGTERM if self.leaving.preempt else self.leaving.signum)
         current = self.current
         drained = self._drained or (current is not None and current.left_at_safe_point)
-        self._end(farewell(self.leaving, drained=drained))
+        self._end(outcome_of_signal(self.leaving, drained=drained))
 
     def _leave(self, reason: str, *, drain: bool = False) -> None:
         if self._joined:
@@ -1094,7 +1094,7 @@ class Agent:
         self._out.append(Note(event, fields))
 
 
-def farewell(event: Signalled, *, drained: bool) -> Outcome:
+def outcome_of_signal(event: Signalled, *, drained: bool) -> Outcome:
     """The outcome of this node after a signal: requeue if it was a preemption or if everything is saved."""
     if drained or event.preempt:
         how = "its workers stopped at a safe point" if drained else "its workers were stopped"

@@ -87,7 +87,7 @@ class FailureRead(Struct, frozen=True):
     failure: Failure
 
 
-class WorkersAble(Struct, frozen=True):
+class WorkersCanGoOn(Struct, frozen=True):
     """These workers can go on in another generation. The whole set of this node; sent when it changes."""
 
     generation: int
@@ -172,7 +172,7 @@ Event = (
     | WorkerEnded
     | WorkerRaised
     | FailureRead
-    | WorkersAble
+    | WorkersCanGoOn
     | ReplacementsReady
     | RegroupRefused
     | WorkersHeld

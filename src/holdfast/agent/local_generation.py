@@ -72,14 +72,14 @@ class LocalGeneration:
     nproc: int
     active: frozenset[int] = field(init=False)
     """Local ranks that take part."""
-    able: tuple[int, ...] = ()
+    can_go_on: tuple[int, ...] = ()
     """The workers among these that can go on in another generation."""
     suspends: bool = False
     """All of them have been able to, and the coordinator may know it: they are suspended while it does not answer."""
-    parting: frozenset[int] = frozenset()
-    """Local ranks of running workers without a place in it, because this node leaves. They come to the gate, too."""
-    parted: bool = False
-    """These wait there: all that the others needed of them is done."""
+    leaving_workers: frozenset[int] = frozenset()
+    """Local ranks of running workers without a place in it, because this node leaves. They wait for it, too."""
+    leaving_workers_wait: bool = False
+    """They wait: all that the others needed of them is done."""
     asks: bool = False
     """Its workers are known to ask for safe points, though perhaps not in this generation yet."""
     replacements: LocalReplacements = field(default_factory=LocalReplacements)
@@ -121,7 +121,7 @@ class LocalGeneration:
     def regrouped(self, assign: Assign, safe_point: int) -> LocalGeneration:
         """This node's part in the next generation, which its running workers form at this safe point; 0: at once."""
         current = LocalGeneration(assign, self.nproc)
-        current.parting = self._own - current.active - self.ended
+        current.leaving_workers = self._own - current.active - self.ended
         current.ended, current.done, current.raised = (
             known & current._own for known in (self.ended, self.done, self.raised)
         )
@@ -141,7 +141,7 @@ class LocalGeneration:
     @property
     def _own(self) -> frozenset[int]:
         """Local ranks of the workers that were started for it, or for a generation before it."""
-        return self.active | self.parting
+        return self.active | self.leaving_workers
 
     @property
     def all_ended(self) -> bool:
@@ -151,7 +151,7 @@ class LocalGeneration:
     def left_at_safe_point(self) -> bool:
         """All workers are done or have left at the safe point, and at least one has left there; or the others go on
         without them."""
-        return self.parted or (bool(self.drained) and self.drained | self.done >= self.active)
+        return self.leaving_workers_wait or (bool(self.drained) and self.drained | self.done >= self.active)
 
     @property
     def all_done(self) -> bool:
@@ -161,4 +161,6 @@ class LocalGeneration:
         """What a new coordinator must know of this generation."""
         place, done = self.assign, tuple(sorted(self.done))
         size = place.group_world_size
-        return Running(self.generation, place.group_rank, size, place.restart_count, done, place.local_ranks, self.able)
+        return Running(
+            self.generation, place.group_rank, size, place.restart_count, done, place.local_ranks, self.can_go_on
+        )

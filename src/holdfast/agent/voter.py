@@ -29,7 +29,7 @@ from holdfast.protocol.charter import (
     Seat,
     Succession,
 )
-from holdfast.protocol.messages import Recall
+from holdfast.protocol.messages import ReportCharter
 from holdfast.protocol.policy import Limits, Note, Tick, doubled
 
 PLACE_FACTOR = 3.0
@@ -216,7 +216,7 @@ class Voter:
         self._job_began_s = now
         """The time at which the job began, by this clock and as far as it knows."""
         self._training_s = 0.0
-        self._recalled = ""
+        self._reported_to = ""
         """The newest founder that knows its charter."""
         self._next_term = 0
         """Others know a term just before this one."""
@@ -260,21 +260,21 @@ class Voter:
         known = charter is not None and any(seat.name == name for seat in charter.seats)
         return founded and not known and self._may_elect(now, self._gone | with_it)
 
-    def recall(self, now: float, name: str, term: int, *, founded: bool, forms: bool) -> Recall | None:
+    def charter_report(self, now: float, name: str, term: int, *, founded: bool, forms: bool) -> ReportCharter | None:
         """What to send to the coordinator of this term in the process of this name, before a Join or instead; None:
         nothing. `forms`: that coordinator starts the job again, and may not know the charter that this voter has."""
         charter = self.newest
         if not forms or charter is None or charter.outcome is not None or charter.leader == name:
             return None
         if self.stage is VoterState.FOLLOWING:
-            return Recall(charter, self.term, 0.0, self.limits.fence_s + self.limits.kill_s, follows=True)
+            return ReportCharter(charter, self.term, 0.0, self.limits.fence_s + self.limits.kill_s, follows=True)
         left_s = self._lost_s + self.limits.elect_s - now
         patience_s = left_s if self.ignores(now, name, term, founded=founded) else 0.0
         if patience_s and self._seat() is None:  # there may be thousands of them, and each tries again and again
-            if self._recalled == name:
+            if self._reported_to == name:
                 return None
-            self._recalled = name
-        return Recall(charter, self.term, max(0.0, now - self._lost_s), patience_s)
+            self._reported_to = name
+        return ReportCharter(charter, self.term, max(0.0, now - self._lost_s), patience_s)
 
     @property
     def calls(self) -> bool:

@@ -28,7 +28,7 @@ from holdfast.protocol.charter import (
     electorate,
     majority,
 )
-from holdfast.protocol.messages import Recall
+from holdfast.protocol.messages import ReportCharter
 from holdfast.protocol.policy import Limits, agent_of
 from holdfast.text import listed
 
@@ -318,7 +318,7 @@ class OlderJob:
         self._patience_s = -inf
         """Its voters wait until then for each other."""
         self.alive = False
-        """The sender of the newest Recall follows its coordinator."""
+        """The sender of the newest ReportCharter follows its coordinator."""
         self._prove_at_s = inf
 
     @property
@@ -370,15 +370,15 @@ class OlderJob:
             "For another job, use another --rdzv-id"
         )
 
-    def heard(self, now: float, recall: Recall) -> bool:
+    def heard(self, now: float, report: ReportCharter) -> bool:
         """Returns whether the charter is newer than those before."""
-        self.alive = recall.follows
-        self.term = max(self.term, recall.term, recall.charter.position.term)
-        self.lost(now - recall.lost_s)
-        self._patience_s = max(self._patience_s, now + recall.patience_s)
-        if self.charter is not None and recall.charter.position <= self.charter.position:
+        self.alive = report.follows
+        self.term = max(self.term, report.term, report.charter.position.term)
+        self.lost(now - report.lost_s)
+        self._patience_s = max(self._patience_s, now + report.patience_s)
+        if self.charter is not None and report.charter.position <= self.charter.position:
             return False
-        self.charter, self._prove_at_s = recall.charter, now
+        self.charter, self._prove_at_s = report.charter, now
         return True
 
     def lost(self, when_s: float) -> None:
@@ -409,10 +409,10 @@ def voters_of(
     own = seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
-    able = [m for m in members if m.port and m is not local]
+    others = [m for m in members if m.port and m is not local]
     # Each change of the voters needs the consent of those before. One that leaves would take its vote along
     # (test_a_node_that_leaves_gives_its_vote_to_another_one).
-    for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
+    for member in sorted(others, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
         if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)
     if own is None:

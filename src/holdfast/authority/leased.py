@@ -20,19 +20,25 @@ class Leased(Sole):
     """It decides while the lease is held. Another coordinator can follow, and one may have been before."""
 
     def __init__(
-        self, limits: Limits, now: float, *, holds: Callable[[], bool], floor: int = 0, tail_s: float = 0.0
+        self,
+        limits: Limits,
+        now: float,
+        *,
+        holds: Callable[[], bool],
+        newest_before: int = 0,
+        workers_may_live_s: float = 0.0,
     ) -> None:
-        """`floor`: the newest generation that the previous leader may have started. `tail_s`: for how long from now
-        its workers may live on nodes that do not report to this coordinator (one fence at most)."""
+        """`newest_before`: the newest generation that the previous leader may have started. `workers_may_live_s`: for
+        how long from now its workers may live on nodes that do not report to this coordinator (one fence at most)."""
         super().__init__(limits, now)
         self._holds = holds
-        self._floor = floor
-        self._tail_s = tail_s
+        self._newest_before = newest_before
+        self._workers_may_live_s = workers_may_live_s
 
     def begin(self, facts: Facts) -> PreviousLeader | None:  # noqa: ARG002
-        if not self._floor:
+        if not self._newest_before:
             return None
-        return PreviousLeader(self._floor, self._began_s + self._tail_s)
+        return PreviousLeader(self._newest_before, self._began_s + self._workers_may_live_s)
 
     def decides(self, now: float) -> bool:  # noqa: ARG002
         """Whether it has the lease: this process may have slept, and another one may hold the lease now."""
@@ -45,4 +51,4 @@ class Leased(Sole):
     def reported(self, now: float, join: Join) -> float:
         """The record in the storage says when the previous leader's workers are gone. The time at which an agent lost
         its link does not: the link may have broken before that coordinator ended."""
-        return super().reported(now, join) if join.last_generation > self._floor else -inf
+        return super().reported(now, join) if join.last_generation > self._newest_before else -inf

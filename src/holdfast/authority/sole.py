@@ -13,7 +13,7 @@ from holdfast.coordinator.authority import Facts, Learned, PreviousLeader
 from holdfast.coordinator.coordinator_commands import Command, StepDown
 from holdfast.coordinator.coordinator_events import Event
 from holdfast.coordinator.formation import Gathering
-from holdfast.coordinator.previous_generation import Spared
+from holdfast.coordinator.previous_generation import LostPart
 from holdfast.coordinator.world import Member
 from holdfast.protocol.messages import Join
 from holdfast.protocol.policy import Limits
@@ -75,7 +75,7 @@ class Sole:
         died_s = min(self._began_s, now - join.unlinked_s)
         return died_s + self._limits.fence_s + self._limits.kill_s
 
-    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, Spared]:  # noqa: ARG002
+    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, LostPart]:  # noqa: ARG002
         return {}
 
     def release(self, now: float, commands: Sequence[Command]) -> list[Command]:  # noqa: ARG002

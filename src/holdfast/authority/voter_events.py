@@ -8,7 +8,7 @@ from __future__ import annotations
 from holdfast.coordinator.coordinator_commands import AuthorityCommand
 from holdfast.coordinator.coordinator_events import AuthorityEvent
 from holdfast.protocol.charter import Seat
-from holdfast.protocol.messages import Supersede
+from holdfast.protocol.messages import ContestEndpoint
 
 
 class WitnessOpened(AuthorityEvent, frozen=True):
@@ -40,13 +40,13 @@ class Deposed(AuthorityEvent, frozen=True):
     name: str = ""
     elected: bool = False
     forms: bool = False
-    """It has formed no generation yet, as in Supersede."""
+    """It has formed no generation yet, as in ContestEndpoint."""
 
 
 class ProveCaller(AuthorityCommand, frozen=True):
     """Connect to the coordinator that has called. Ends in Deposed if it is there; else in nothing."""
 
-    call: Supersede
+    contest: ContestEndpoint
 
 
 class ProveVoterGone(AuthorityCommand, frozen=True):

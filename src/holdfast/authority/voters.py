@@ -19,17 +19,17 @@ from holdfast.authority.succeeded import SucceededNodes
 from holdfast.authority.voter_events import Deposed, NoWitness, ProveCaller, ProveVoterGone, VoterGone, WitnessOpened
 from holdfast.coordinator.authority import (
     Facts,
+    GoesOnWithout,
     Handled,
     Inherited,
     Learned,
     NodeEnded,
     PreviousLeader,
-    Spares,
 )
 from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, StepDown, Tell
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed
 from holdfast.coordinator.formation import Gathering
-from holdfast.coordinator.previous_generation import Spared
+from holdfast.coordinator.previous_generation import LostPart
 from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.charter import (
     NO_CHARTER,
@@ -46,16 +46,16 @@ from holdfast.protocol.charter import (
 )
 from holdfast.protocol.messages import (
     Answer,
+    ContestEndpoint,
+    CoordinatorAt,
     Extended,
     Finish,
     Join,
     Joined,
-    Moved,
     Pong,
-    Recall,
+    ReportCharter,
     Resume,
     Start,
-    Supersede,
 )
 from holdfast.protocol.policy import Limits, NodeSpec, Note
 
@@ -86,7 +86,7 @@ class Voters:
         self._older = OlderJob(limits, now, places)
         self._ask_at_s = now
         """The time at which to ask the witnesses, while it founds the job."""
-        self._floor = 0
+        self._newest_before = 0
         """The newest generation that the old coordinator may have started. The coordinator forms none with a smaller
         number."""
         self._local_name = ""
@@ -114,7 +114,7 @@ class Voters:
         if charter is None:
             return None
         died_s = self._began_s - succession.silent_s
-        self._floor = charter.generation
+        self._newest_before = charter.generation
         if charter.generation:
             self._nodes.take(charter, died_s)
         # A connection that was closed does not prove that the process has ended: one that is refused does
@@ -186,7 +186,7 @@ class Voters:
 
     def check_invariants(self) -> None:
         newest = self._facts.newest_generation
-        assert newest == 0 or newest >= self._floor
+        assert newest == 0 or newest >= self._newest_before
         assert not (self._held and self._charters.settled)
 
     # ---------------------------------------------------------------- what it learns
@@ -216,10 +216,10 @@ class Voters:
                 return self._on_renewed(now, link, renewed)
             case Heard(_, Join(term=term) as join) if term > self.term and not self.forms and self._votes(join.node):
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})", term))
-            case Heard(link, Supersede() as call):
-                return Handled(self._called(link, call))
-            case Heard(_, Recall() as recall) if self.forms:
-                return self._recalled(now, recall)
+            case Heard(link, ContestEndpoint() as contest):
+                return Handled(self._contested(link, contest))
+            case Heard(_, ReportCharter() as report) if self.forms:
+                return self._continue_older(now, report)
             case Heard(link, Polled() as polled) if self.forms and link in self._witnesses:
                 self._older.answered((self._witnesses[link].host, self._witnesses[link].port))
                 return self._witnessed(now, polled)
@@ -242,13 +242,13 @@ class Voters:
             )
         return None
 
-    def _on_gone(self, name: str) -> Spares | NodeEnded | None:
+    def _on_gone(self, name: str) -> GoesOnWithout | NodeEnded | None:
         """Continue without the old coordinator's node, if it is that one; or wait no longer for this one."""
         nodes, led_from, waits = self._nodes, self.charter.led_from, self._facts.world is None
         if name == nodes.leader:
             nodes.alone = True
             if waits and led_from is not None and not nodes.has_come(led_from.node.agent):
-                return Spares({led_from.group_rank: Spared(led_from, *ENDED)})
+                return GoesOnWithout({led_from.group_rank: LostPart(led_from, *ENDED)})
         elif waits and nodes.gone(name):
             return NodeEnded()
         return None
@@ -279,13 +279,13 @@ class Voters:
     def reported(self, now: float, join: Join) -> float:
         """The voters know when the old coordinator was confirmed last. The time at which one agent lost its link says
         less."""
-        if join.last_generation <= self._floor:
+        if join.last_generation <= self._newest_before:
             return -inf
         died_s = min(self._began_s, now - join.unlinked_s)
         self._older.lost(died_s)
         return died_s + self._limits.fence_s + self._limits.kill_s
 
-    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, Spared]:
+    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, LostPart]:
         older, nodes, facts = self._older, self._nodes, self._facts
         gathering.asks_until_s = older.asks_until_s if self.forms else -inf
         if self.forms and older.charter is not None:
@@ -295,15 +295,15 @@ class Voters:
             return {}
 
         gathering.awaited = max(facts.job.min_nodes, nodes.living) if nodes.left else 0
-        spared: dict[int, Spared] = {}
+        lost: dict[int, LostPart] = {}
         if now >= self._goes_on_at_s():
             parts = nodes.without().items()
-            spared = {rank: Spared(part, *SILENT) for rank, part in parts if rank not in facts.previous.missing}
+            lost = {rank: LostPart(part, *SILENT) for rank, part in parts if rank not in facts.previous.missing}
         # No fence is waited for where all have come or are proved to have ended
         # (test_no_fence_for_a_node_that_has_ended).
         if nodes.alone and nodes.left and not nodes.missing:
             gathering.not_before_s = min(gathering.not_before_s, now)  # nobody else runs workers
-        return spared
+        return lost
 
     @property
     def continued_uid(self) -> str | None:
@@ -312,10 +312,10 @@ class Voters:
     def _goes_on_at_s(self) -> float:
         """The time at which those that have come continue without suspended nodes; inf: they do not, or need not."""
         previous = self._facts.previous
-        if self._facts.world is not None or previous.whole or previous.generation != self._floor:
+        if self._facts.world is not None or previous.all_joined or previous.generation != self._newest_before:
             return inf
         at_s = self._nodes.goes_on_at_s
-        return at_s if at_s < inf and previous.spares(self._facts.job) else inf
+        return at_s if at_s < inf and previous.can_shrink(self._facts.job) else inf
 
     # ---------------------------------------------------------------- other coordinators of the job
 
@@ -330,26 +330,26 @@ class Voters:
         """Whether this agent, which has not joined yet, has a vote. What others say of a term deposes nobody."""
         return any(seat.name == node.agent for seat in self.charter.seats)
 
-    def call(self, address: str, port: int) -> Supersede:
+    def contest(self, address: str, port: int) -> ContestEndpoint:
         """What it says to the coordinator at another endpoint of the job. It listens at this address."""
-        return Supersede(self.term, address, port, self._charters.name, not self.founded, self.forms)
+        return ContestEndpoint(self.term, address, port, self._charters.name, not self.founded, self.forms)
 
-    def _called(self, link: int, call: Supersede) -> tuple[Command, ...]:
+    def _contested(self, link: int, contest: ContestEndpoint) -> tuple[Command, ...]:
         """Another coordinator calls this endpoint. Anybody could: it has to be there."""
-        if self._yields(call.term, call.name, elected=call.elected, forms=call.forms):
-            return (ProveCaller(call),)
+        if self._yields(contest.term, contest.name, elected=contest.elected, forms=contest.forms):
+            return (ProveCaller(contest),)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
-        return () if own is None else (Tell(link, self._moved(own)),)
+        return () if own is None else (Tell(link, self._coordinator_at(own)),)
 
-    def _moved(self, own: Seat) -> Moved:
-        return Moved(self.term, own.address, own.port, own.name, elected=not self.founded)
+    def _coordinator_at(self, own: Seat) -> CoordinatorAt:
+        return CoordinatorAt(self.term, own.address, own.port, own.name, elected=not self.founded)
 
-    def _recalled(self, now: float, recall: Recall) -> Inherited | None:
+    def _continue_older(self, now: float, report: ReportCharter) -> Inherited | None:
         """There was an older job. Continue it, unless its voters elect another coordinator, or it has one."""
-        if not self._older.heard(now, recall):
+        if not self._older.heard(now, report):
             return None
-        self._floor = recall.charter.generation
-        return Inherited(recall.charter, recall.term)
+        self._newest_before = report.charter.generation
+        return Inherited(report.charter, report.term)
 
     def _witnessed(self, now: float, polled: Polled) -> Inherited | None:
         charter, limits = polled.charter, self._limits
@@ -360,8 +360,8 @@ class Voters:
             return None
         left_s = limits.elect_s if polled.follows else max(0.0, limits.elect_s - polled.silent_s)
         patience_s = left_s if polled.follows or len(charter.seats) >= VOTERS_MIN else 0.0
-        recall = Recall(charter, polled.term, polled.silent_s, patience_s, follows=bool(polled.follows))
-        return self._recalled(now, recall)
+        report = ReportCharter(charter, polled.term, polled.silent_s, patience_s, follows=bool(polled.follows))
+        return self._continue_older(now, report)
 
     def _ask_witnesses(self, now: float) -> list[Command]:
         """Ask the witnesses whether they know of an older job."""
@@ -390,7 +390,7 @@ class Voters:
         for command in (*commands, *self._propose(now)):
             match command:
                 # These start and end nothing, so they need not wait behind an order that is held.
-                case Tell(_, Pong() | Joined() | Moved() | Answer() | Extended()):
+                case Tell(_, Pong() | Joined() | CoordinatorAt() | Answer() | Extended()):
                     out.append(command)
                 case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:
                     self._held.append(command)
@@ -436,7 +436,7 @@ class Voters:
         spent = budget.used, budget.streak, budget.identical, budget.last_signature
         about = (
             self._facts.newest_generation,
-            self._floor,
+            self._newest_before,
             formed,
             spent,
             self._facts.outcome is None,
@@ -456,7 +456,7 @@ class Voters:
         return Charter(
             position=NO_CHARTER,
             voters=(),
-            generation=max(self._facts.newest_generation, self._floor),
+            generation=max(self._facts.newest_generation, self._newest_before),
             nodes=nodes,
             listeners=listeners,
             led_from=self._led_from(world) if world is not None else before.led_from,

@@ -19,7 +19,7 @@ from holdfast.coordinator.coordinator_events import Event
 from holdfast.coordinator.ending import Budget
 from holdfast.coordinator.formation import Gathering
 from holdfast.coordinator.membership import HostBackoff
-from holdfast.coordinator.previous_generation import PreviousGeneration, Spared
+from holdfast.coordinator.previous_generation import LostPart, PreviousGeneration
 from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.charter import Charter
 from holdfast.protocol.messages import Join
@@ -59,13 +59,13 @@ class NodeEnded(Struct, frozen=True):
     """A node of the previous generation has ended, so that one cannot continue."""
 
 
-class Spares(Struct, frozen=True):
+class GoesOnWithout(Struct, frozen=True):
     """The previous generation can continue without these parts of it, by group rank."""
 
-    parts: Mapping[int, Spared]
+    parts: Mapping[int, LostPart]
 
 
-Learned = StepDown | Handled | Inherited | NodeEnded | Spares
+Learned = StepDown | Handled | Inherited | NodeEnded | GoesOnWithout
 
 
 class Facts(Protocol):
@@ -164,7 +164,7 @@ class Authority(Protocol):
         alive any more on other nodes; -inf: this authority knows better."""
         ...
 
-    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, Spared]:
+    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, LostPart]:
         """Members are waited for. Brings up to date what an earlier coordinator of the job makes that wait for. Returns
         the parts of the previous generation, by group rank, without which it may continue from now on."""
         ...

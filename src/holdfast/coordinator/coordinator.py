@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import inf
 
 from holdfast.coordinator.admission import Admission, Admit, Deny, Versions
-from holdfast.coordinator.authority import Authority, Handled, Inherited, NodeEnded, PreviousLeader, Spares
+from holdfast.coordinator.authority import Authority, GoesOnWithout, Handled, Inherited, NodeEnded, PreviousLeader
 from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, StepDown, Tell
 from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.coordinator.ending import Budget, Endings, Judge, Restart, around, ended_without
@@ -84,9 +84,9 @@ from holdfast.protocol.extension import (
 )
 from holdfast.protocol.messages import (
     Abandon,
-    Able,
     Answer,
     Ask,
+    CanGoOn,
     CannotRegroup,
     Drain,
     DrainTo,
@@ -396,13 +396,13 @@ class Coordinator:
                 return list(answers)
             case Inherited(charter, term):
                 number, generation = charter.position.number, charter.generation
-                self._note("recalled", number=number, term=term, generation=generation)
+                self._note("charter_reported", number=number, term=term, generation=generation)
                 self._inherit(now, charter, 0.0)  # nobody knows how old it is
                 self._abandon(self.previous.heard_of(generation))
             case NodeEnded():
                 self._abandon(self.previous.end())
-            case Spares(parts):
-                self.previous.spare(parts)
+            case GoesOnWithout(parts):
+                self.previous.go_on_without(parts)
             case None:
                 pass
         return authority.release(now, self._decide(now, event))
@@ -729,7 +729,7 @@ class Coordinator:
                 known = generation == self.generation or generation in self._regrouping.past
                 if failures and known and self.phase is not Phase.PREPARING:
                     self._on_failures(now, member, message)
-            case Able() | ReplacementReady() | ReplacementFailed() | CannotRegroup():
+            case CanGoOn() | ReplacementReady() | ReplacementFailed() | CannotRegroup():
                 if self._at_work():
                     self._follow(now, self._regrouping.heard(now, self._world(), member, message))
 
@@ -838,7 +838,7 @@ class Coordinator:
         ends before the others could have gone on."""
         if not self._at_work() or self._quit is not None or member.node.hosts_coordinator:
             self._member_gone(now, StopReason.MEMBER_LEFT, text)
-        elif member.name not in self._world().parting or self._needs(member):
+        elif member.name not in self._world().leaving_workers or self._needs(member):
             refused = self._survive(now, text)
             if refused is not None:
                 self._member_gone(now, StopReason.MEMBER_LEFT, text + refused)
@@ -850,13 +850,14 @@ class Coordinator:
         silent = self._liveness.silent(self.members.values(), now, short_s)
         if not silent and short_s < inf and self._authority.age_s(now) < short_s / 2:
             world = self._world()
-            nodes = [self.members[n] for n in world.order if n in self.members and n not in world.parting]
+            nodes = [self.members[n] for n in world.order if n in self.members and n not in world.leaving_workers]
             silent, lease_s = self._liveness.early(nodes, now, short_s), short_s
             # Both in test_early_loss.py: nodes that fall silent together are lost together, and the others are not
             # stopped for a node that they need. A node without a rank, whose replacements are starting, makes nobody
             # wait but in a regroup.
             waits = self.phase is Phase.REGROUPING or any(world.places[member.name] for member in silent)
-            if not waits or not self._regrouping.spares(world, self.phase, [member.name for member in silent]):
+            lost = [member.name for member in silent]
+            if not waits or not self._regrouping.can_go_on_without(world, self.phase, lost):
                 silent = []
         for member in silent:
             self._drop(member, f"silent for more than {lease_s:g} s")
@@ -890,8 +891,8 @@ class Coordinator:
             return
         world, text = self._world(), f"{member.node.host} was lost: {reason}"
         # It was leaving, and the others wait for its last step (scenario `survive_leave_killed`).
-        if member.name in world.parting:
-            self._parted(now, member, text)
+        if member.name in world.leaving_workers:
+            self._leaving_workers_gone(now, member, text)
             return
         self._incidents.lost(member.node.host, reason, world.ranks_of(member.name))
         self._member_gone(now, StopReason.MEMBER_LOST, text)
@@ -1011,10 +1012,10 @@ class Coordinator:
         self.previous.parts.clear()
         self._note("resumed", generation=world.generation, order=list(world.order))
         # The nodes that did not come must be suspended by now (test_suspended.py).
-        for _, spared in sorted(self.previous.missing.items()):
-            node = spared.part.node
-            self._incidents.lost(node.host, spared.reason, world.ranks_of(node.member))
-            self._lost.append(f"{node.host} was lost: {spared.text}")
+        for _, lost in sorted(self.previous.missing.items()):
+            node = lost.part.node
+            self._incidents.lost(node.host, lost.reason, world.ranks_of(node.member))
+            self._lost.append(f"{node.host} was lost: {lost.text}")
 
     # ---------------------------------------------------------------- GATHERING
 
@@ -1030,12 +1031,12 @@ class Coordinator:
         self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))
 
     def _advance_gathering(self, now: float) -> None:
-        spared = self._authority.gathers(now, self.gathering)
+        lost = self._authority.gathers(now, self.gathering)
         if (uid := self._authority.continued_uid) is not None:
             self.job_uid = uid
         if self.world is None:
-            self.previous.spare(spared)
-            if self.previous.whole:
+            self.previous.go_on_without(lost)
+            if self.previous.all_joined:
                 self._resume(now)
                 if self._lost:
                     self._on_lost(now)
@@ -1132,8 +1133,8 @@ class Coordinator:
         elif generation == self.generation and self.phase in (Phase.PREPARING, Phase.REGROUPING):
             self._world().on_prepared(member.name, message.store_port)
         # It joins beside running workers, and starts its own (scenario `survive_node_lost`).
-        elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
-            self._regrouping.arrived(self._world(), member)
+        elif generation == self.generation and self._at_work() and member.name in self._regrouping.joining:
+            self._regrouping.joined(self._world(), member)
             self._membership.set_busy(member, generation)
             self._start_member(now, member, self._world())
 
@@ -1157,9 +1158,9 @@ class Coordinator:
     def _start(self, now: float, world: World) -> None:
         assert world.store_port is not None
         regrouped = self.phase is Phase.REGROUPING
-        parting = [self.members[name] for name in world.parting]
+        leaving_members = [self.members[name] for name in world.leaving_workers]
         # They have done the last step that the others needed (scenario `survive_leave`).
-        for member in parting:
+        for member in leaving_members:
             world.drop(member.name)
         members = [self.members[name] for name in world.order]
         world.started_s = now
@@ -1174,7 +1175,7 @@ class Coordinator:
         self._training.begin(world)
         for member in members:
             self._start_member(now, member, world)
-        for member in parting:  # the others do not need them any more
+        for member in leaving_members:  # the others do not need them any more
             self._tell(member, Stop(world.generation, StopReason.MEMBER_LEFT))
         self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
         self._out += self._regrouping.started(now, world)
@@ -1222,13 +1223,13 @@ class Coordinator:
     def _has_room(self) -> bool:
         """Whether the running world would accept one more node."""
         world = self._world()
-        size = len(world.order) + len(self._regrouping.arriving)
+        size = len(world.order) + len(self._regrouping.joining)
         return self.job.grow is not Grow.NEVER and size < self.job.max_nodes and not world.done
 
     def _newcomers(self) -> Collection[Member]:
         """Candidates that are not in the running world."""
-        outsiders, arriving = self._membership.outsiders(self._now, self._world().places), self._regrouping.arriving
-        return [member for member in outsiders if member.name not in arriving] if arriving else outsiders
+        outsiders, joining = self._membership.outsiders(self._now, self._world().places), self._regrouping.joining
+        return [member for member in outsiders if member.name not in joining] if joining else outsiders
 
     def _take_in(self, now: float, world: World) -> None:
         """Let the newcomers join: beside the running workers, if all of these are able to go on with them later."""
@@ -1236,7 +1237,7 @@ class Coordinator:
         text = f"node{'' if len(newcomers) == 1 else 's'} {names(newcomers)} joined"
         # Workers that ran in `ht.survive` before, and start now, will be able to go on with the newcomers: a stop would
         # restart them in vain (test_regrouping.py).
-        if self._regrouping.settling or self._regrouping.may_admit_later(world):
+        if self._regrouping.rejoining or self._regrouping.may_admit_later(world):
             self._gather_until_s = now + self.limits.gather_s
         # Beside the running workers (scenario `survive_node_lost`).
         elif self._regrouping.admits(world):
@@ -1250,11 +1251,11 @@ class Coordinator:
     def _admit(self, newcomers: Collection[Member]) -> None:
         """Let these join the running generation without a worker in it, as far as there is room."""
         world = self._world()
-        room = self.job.max_nodes - len(world.order) - len(self._regrouping.arriving)
-        arriving = sorted(newcomers, key=lambda member: member.arrival)[:room]
-        self._regrouping.arriving.update(member.name for member in arriving)
-        places = assigned(world, self.members, self.budget.used, arriving)
-        for member in arriving:
+        room = self.job.max_nodes - len(world.order) - len(self._regrouping.joining)
+        joining = sorted(newcomers, key=lambda member: member.arrival)[:room]
+        self._regrouping.joining.update(member.name for member in joining)
+        places = assigned(world, self.members, self.budget.used, joining)
+        for member in joining:
             self._tell(member, places[member.name])
 
     def _on_failures(self, now: float, member: Member, message: WorkersFailed) -> None:
@@ -1273,8 +1274,8 @@ class Coordinator:
         if new:
             self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
             world.lose(member.name, [failure.local_rank for failure in failures])
-            # It leaves, and its last step is done (test_parting.py).
-            if member.name in world.parting and not self._needs(member):
+            # It leaves, and its last step is done (test_leaving_nodes.py).
+            if member.name in world.leaving_workers and not self._needs(member):
                 return
             ranks = spans(failure.rank for failure in failures)
             refused = self._survive(now, f"rank {ranks} on {member.node.host} was lost ({how(failures[0])})")
@@ -1307,7 +1308,7 @@ class Coordinator:
         """Drain because this member leaves. If the whole job is to end, nobody goes on without it."""
         text = f"{leaving.node.host} is leaving ({leaving.leaving})"
         # When the whole job ends, all workers save at one safe point and end there (scenario `stop_saves`).
-        regroups = self._quit is None and (self._world().able_count > 0 or self._regrouping.settling)
+        regroups = self._quit is None and (self._world().can_go_on_count > 0 or self._regrouping.rejoining)
         self._drain(now, StopReason.MEMBER_LEFT, text, regroups=regroups)
 
     def _drain(self, now: float, reason: StopReason, text: str, *, regroups: bool = False, saves: bool = False) -> None:
@@ -1443,12 +1444,12 @@ class Coordinator:
 
     def _needs(self, member: Member) -> bool:
         """Whether the others cannot leave their generation without the workers of this member, which leaves."""
-        return not self._regrouping.cut and member.name not in self._world().prepared
+        return not self._regrouping.at_once and member.name not in self._world().prepared
 
-    def _parted(self, now: float, member: Member, text: str) -> None:
+    def _leaving_workers_gone(self, now: float, member: Member, text: str) -> None:
         """A node that leaves has no worker any more. If the others still need them for their last step, they cannot do
         it: they go on from the one before."""
-        needed = self._needs(member) and bool(self._world().parting[member.name])
+        needed = self._needs(member) and bool(self._world().leaving_workers[member.name])
         self._forget(member)
         # They cannot do that step any more, and go on from the one before (scenario `survive_leave_killed`).
         if needed:
@@ -1501,8 +1502,8 @@ class Coordinator:
         self._forgo_answer(member)
         current = self._at_work() and self._is_current(member, generation)
         # Its workers ended without an order: it leaves at once (scenario `survive_leave_at_once`).
-        if current and member.name in self._world().parting:
-            self._parted(now, member, f"{member.node.host} has left")
+        if current and member.name in self._world().leaving_workers:
+            self._leaving_workers_gone(now, member, f"{member.node.host} has left")
             return
         # It fenced itself, and the others go on without knowing it (test_coordinator_rules.py).
         if current and not self._world().drain_agreed and not self._world().finished(member.name):

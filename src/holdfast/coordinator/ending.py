@@ -134,7 +134,7 @@ def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -
     if request is not None:
         return Outcome(kind=OutcomeKind.FAILED, exit_code=request.number, code=verdict.code, verdict=verdict)
     decision: Retry | GiveUp = Retry(0.0)
-    if not (incident.lost_nodes or world.free or incident.charged):
+    if not (incident.lost_nodes or world.costs_no_restart or incident.charged):
         if world.stop_reason is StopReason.STORE_LOST:
             # Free, but counted: a store that dies at every start would restart the workers for ever
             # (test_what_is_free_gives_up_as_well_if_it_never_changes).
@@ -293,7 +293,7 @@ class Endings:
         are excluded now."""
         verdict = incident.verdict = self._judged(_evidence(world, incident, self._budget, ""))
         self._note_verdict(world, verdict)
-        charged = f"; it counts as {self._budget.newest}" if incident.charged and not incident.covered else ""
+        charged = f"; it counts as {self._budget.newest}" if incident.charged and not incident.charged_before else ""
         return Notice(f"{verdict.code}: {verdict.cause}{charged}"), self._excluded(now, world, incident, verdict)
 
     def _note_verdict(self, world: World, verdict: Verdict) -> None:
@@ -304,7 +304,7 @@ class Endings:
         """Count the end of this generation against the host that caused it. Returns the hosts that are excluded now."""
         # A lost node explains what failed on other hosts, so these are blamed only if no node was lost.
         culprits = set(incident.lost_hosts)
-        if not culprits and verdict.culprit is not None and not world.free:
+        if not culprits and verdict.culprit is not None and not world.costs_no_restart:
             culprits = {verdict.culprit.host}
         excluded: list[Waiting] = []
         for host in sorted(culprits):

@@ -239,13 +239,13 @@ def assignments(
 
 
 def assigned(
-    world: World, members: Mapping[str, Member], restart_count: int, arriving: Sequence[Member] = ()
+    world: World, members: Mapping[str, Member], restart_count: int, joining: Sequence[Member] = ()
 ) -> Mapping[str, Assign]:
-    """The place of each member of this world. `arriving`: members that join it without a rank."""
-    there = [*(members[name] for name in world.order), *arriving]
+    """The place of each member of this world. `joining`: members that join it without a rank."""
+    there = [*(members[name] for name in world.order), *joining]
     return assignments(
         [member.node for member in there],
-        {**world.places, **{member.name: () for member in arriving}},
+        {**world.places, **{member.name: () for member in joining}},
         generation=world.generation,
         restart_count=restart_count,
         local_world=all(is_local(member.address) for member in there),

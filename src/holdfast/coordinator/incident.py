@@ -31,7 +31,7 @@ class Incident:
     """The ranks that these nodes had."""
     charged: bool = False
     """The restart budget was charged for it, although the others went on. Then a restart for it costs nothing more."""
-    covered: bool = False
+    charged_before: bool = False
     """It costs nothing: an incident before it was charged, and one restart would have been enough for both. Only if
     `charged`."""
     verdict: Verdict | None = None
@@ -78,7 +78,7 @@ class Incident:
     def check_invariants(self) -> None:
         assert self.unread <= {(each.rank, each.pid) for each in self.failures}
         assert len(self.lost_nodes) == len(self.lost_hosts)
-        assert self.charged or not self.covered
+        assert self.charged or not self.charged_before
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Incidents:
         """The incident to which a new loss belongs. One that has its verdict is closed: the loss is another one."""
         before = self.newest
         if before.verdict is not None:
-            self.newest = Incident(charged=before.charged, covered=before.charged)
+            self.newest = Incident(charged=before.charged, charged_before=before.charged)
         return self.newest
 
 

@@ -18,7 +18,7 @@ from holdfast.protocol.policy import JobSpec, NodeSpec
 from holdfast.protocol.train_contract import Survive
 
 
-class Spared(Struct, frozen=True):
+class LostPart(Struct, frozen=True):
     """A part of that generation without which the others are enough: it ended with that coordinator, or its workers are
     suspended for good."""
 
@@ -35,7 +35,7 @@ def _places(node: NodeSpec, local_ranks: tuple[int, ...] | None) -> tuple[int, .
 
 @dataclass(slots=True)
 class PreviousGeneration:
-    """It continues only if all its nodes join with living workers, but for those that it can spare."""
+    """It continues only if all its nodes join with living workers, but for those that it can go on without."""
 
     generation: int = 0
     """The newest one that an agent reported; 0: none did."""
@@ -43,7 +43,7 @@ class PreviousGeneration:
     """A part of that generation has ended, so it cannot continue."""
     parts: dict[int, tuple[Member, Running]] = field(default_factory=dict)
     """Members that joined with a part of it, by group rank."""
-    missing: dict[int, Spared] = field(default_factory=dict)
+    missing: dict[int, LostPart] = field(default_factory=dict)
     """Parts that are not waited for, by group rank."""
 
     def observe(self, member: Member, join: Join) -> list[Member]:
@@ -76,18 +76,18 @@ class PreviousGeneration:
         return [other for other in self.end() if other is not member] if came else []
 
     @property
-    def whole(self) -> bool:
+    def all_joined(self) -> bool:
         """Whether every node of the generation that can has joined with living workers."""
         size = len(self.parts) + len(self.missing)
         return bool(self.parts) and size == next(iter(self.parts.values()))[1].group_world_size
 
-    def spares(self, job: JobSpec) -> bool:
+    def can_shrink(self, job: JobSpec) -> bool:
         """Whether those that have joined could go on without the others."""
         parts = [(_places(member.node, part.local_ranks), part) for member, part in self.parts.values()]
-        able = all(set(part.able).issuperset(places) and not part.done for places, part in parts)
+        can_go_on = all(set(part.can_go_on).issuperset(places) and not part.done for places, part in parts)
         ranks = sum(len(places) for places, _ in parts)
         enough = ranks >= max(1, job.min_ranks) and len(parts) >= job.min_nodes
-        return enough and able and job.survive is Survive.SHRINK
+        return enough and can_go_on and job.survive is Survive.SHRINK
 
     @property
     def restart_count(self) -> int:
@@ -103,10 +103,10 @@ class PreviousGeneration:
         for member, running in self.parts.values():
             for local_rank in running.done:
                 world.mark_done(member.name, local_rank)
-            world.set_able(member.name, running.able)
+            world.set_can_go_on(member.name, running.can_go_on)
         return world
 
-    def spare(self, parts: Mapping[int, Spared]) -> None:
+    def go_on_without(self, parts: Mapping[int, LostPart]) -> None:
         """It can continue without these."""
         self.missing.update(parts)
 

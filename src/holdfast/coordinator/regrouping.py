@@ -20,7 +20,7 @@ from holdfast.coordinator.replacements import Replacements
 from holdfast.coordinator.world import Draining, Member, Phase, World
 from holdfast.protocol.extension import EndGeneration
 from holdfast.protocol.messages import (
-    Able,
+    CanGoOn,
     CannotRegroup,
     Notice,
     Replace,
@@ -74,7 +74,7 @@ class Regrouping:
     membership: Membership
     replacements: Replacements
     incidents: Incidents
-    settling: bool = False
+    rejoining: bool = False
     """The generation was formed of running workers, and not all of them are able to go on from it."""
     began_s: float = 0.0
     """The time at which that began."""
@@ -84,7 +84,7 @@ class Regrouping:
     """Whether another coordinator would continue the job without these agents, of which one has the coordinator."""
     longest_step_s: Callable[[], float] = lambda: 0.0
     """The longest step so far; 0: unknown."""
-    arriving: set[str] = field(default_factory=set)
+    joining: set[str] = field(default_factory=set)
     """Members that join the running generation without a worker in it, and are not prepared yet."""
     plan: Plan | None = None
     """The plan by which the newest generation was formed; None: it was gathered."""
@@ -103,10 +103,10 @@ class Regrouping:
 
     def reset(self) -> None:
         """All workers are stopped: the next generation is gathered."""
-        self.plan, self.settling, self._wanted, self._attempts = None, False, 0, 0
+        self.plan, self.rejoining, self._wanted, self._attempts = None, False, 0, 0
         self.replacements.reset()
         self._rejoin_by_s = inf
-        for each in (self.past, self.arriving, self._newcomers):
+        for each in (self.past, self.joining, self._newcomers):
             each.clear()
 
     # ---------------------------------------------------------------- a loss
@@ -126,7 +126,7 @@ class Regrouping:
         self._attempts += 1
         return Plan(_with_ranks_first(places), places, f"{what}; {self._go_on(sum(map(len, places.values())))}")
 
-    def spares(self, world: World, phase: Phase, silent: Collection[str]) -> bool:
+    def can_go_on_without(self, world: World, phase: Phase, silent: Collection[str]) -> bool:
         """Whether the others could go on without these members."""
         places = self._left(world, phase, silent)
         return any(places.values()) and not self._problem(world, phase, places)
@@ -138,7 +138,7 @@ class Regrouping:
         # (test_a_worker_killed_by_the_stop_of_such_a_drain_is_no_loss_to_survive).
         goes_on = drain is not None and (drain.saves or (drain.regroups and drain.safe_point is None))
         between = phase is Phase.REGROUPING or goes_on
-        expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
+        expected = between or (phase is Phase.RUNNING and (world.can_go_on_count or self.rejoining))
         if self.job.survive is Survive.OFF or not expected:
             return {}
         members, leaving = self.membership.members.keys() - set(silent), set(self.leaving(world))
@@ -181,19 +181,19 @@ class Regrouping:
     def _all_come(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether all workers at these places leave this generation when the order comes. Either they report that they
         can, or they are still entering it, and turn back (scenario `survive_second_loss`)."""
-        able = world.able
-        missing = [(name, each) for name, ranks in places.items() for each in set(ranks) - able.get(name, set())]
+        can_go_on = world.can_go_on
+        missing = [(name, each) for name, ranks in places.items() for each in set(ranks) - can_go_on.get(name, set())]
         # A worker that was able in this generation, and is not any more, has left its training function.
-        return not missing or (self.settling and self._went_on.isdisjoint(missing))
+        return not missing or (self.rejoining and self._went_on.isdisjoint(missing))
 
     def _charge(self, now: float, world: World) -> str:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
         incident = self.incidents.newest
-        if world.free or incident.lost_nodes or not incident.failures:
+        if world.costs_no_restart or incident.lost_nodes or not incident.failures:
             return ""
         # A loss after a start is another one, also if not all ranks were able since the one before. Else replacements
         # that are lost whenever they join would cost nothing (scenario `survive_join_lost`).
-        another = self.settling and world.started_s is not None
+        another = self.rejoining and world.started_s is not None
         if incident.charged and not another:
             return ""
         failures = incident.failures[-1:] if another else incident.failures
@@ -202,7 +202,7 @@ class Regrouping:
         if isinstance(pause, GiveUp):
             return pause.reason
         # This loss was charged itself: no earlier charge covers it.
-        incident.charged, incident.covered, self.replacements.not_before_s = True, False, now + pause.backoff_s
+        incident.charged, incident.charged_before, self.replacements.not_before_s = True, False, now + pause.backoff_s
         return ""
 
     def evidence(self, incident: Incident, world: World) -> list[Order]:
@@ -225,17 +225,17 @@ class Regrouping:
     def form(self, now: float, generation: int, plan: Plan, before: World) -> World:
         """The world of a plan. The incident stays the newest one until all ranks are able to go on from that world: if
         they are not, it is the reason for the restart."""
-        if not self.settling:
+        if not self.rejoining:
             self.began_s = now
-        self.settling, self.plan = True, plan
+        self.rejoining, self.plan = True, plan
         self.past[before.generation] = PastGeneration(before, self.incidents.newest)
         self.incidents.carried_on()
         self.past.pop(before.generation - PAST_MAX, None)
-        self.arriving.clear()
+        self.joining.clear()
         world = World(generation, plan.order, dict(plan.places))
         for name in self.leaving(before):
             gone = before.gone.get(name, set()) | before.done.get(name, set())
-            world.parting[name] = tuple(each for each in before.workers_of(name) if each not in gone)
+            world.leaving_workers[name] = tuple(each for each in before.workers_of(name) if each not in gone)
             self.forget(now, name)
         # Newcomers are no disturbance: a loss shortly after they joined is no quick failure
         # (test_a_replacement_that_joins_does_not_make_the_next_loss_a_quick_one).
@@ -247,10 +247,10 @@ class Regrouping:
 
     def all_done(self, world: World) -> bool:
         """All ranks have ended with 0 instead of reaching the safe point at which others would have joined them."""
-        return not self.cut and world.done_count == self.past[max(self.past)].world.size
+        return not self.at_once and world.done_count == self.past[max(self.past)].world.size
 
     @property
-    def cut(self) -> bool:
+    def at_once(self) -> bool:
         """The workers were told to leave their generation at once, and not at a safe point."""
         return self.plan is None or not self.plan.safe_point
 
@@ -291,7 +291,7 @@ class Regrouping:
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
         """Decide what follows while the workers leave their generation. They were told to at `since_s`."""
         due_s = self.due_s(world)
-        if world.done_count and self.cut:
+        if world.done_count and self.at_once:
             return self._refusal(world, f"{ranks_text(world.done_ranks())} ended")
         if self._waits_for_ended(world):
             ended = f"{ranks_text(world.done_ranks())} ended before the safe point"
@@ -310,7 +310,7 @@ class Regrouping:
 
     def _waits_for_ended(self, world: World) -> bool:
         """Whether ranks wait at the safe point for others that have ended before it. None waits if all end earlier."""
-        if self.cut or not world.done_count:
+        if self.at_once or not world.done_count:
             return False
         places = self.past[max(self.past)].world.places
         # A node that has just joined is prepared without a worker at the safe point.
@@ -322,7 +322,7 @@ class Regrouping:
             return self.limits.join_s
         # A worker in a long call of C code cannot be interrupted. With a fixed limit, jobs with steps of 3 s were all
         # started again; a safe point is even awaited until the limit of a hang.
-        return self.limits.regroup_of(self.longest_step_s()) if self.cut else self.limits.safe_point_s
+        return self.limits.regroup_of(self.longest_step_s()) if self.at_once else self.limits.safe_point_s
 
     def _refusal(self, world: World, why: str) -> list[Order]:
         reason = StopReason.MEMBER_LOST if self.incidents.newest.lost_nodes else StopReason.WORKER_FAILED
@@ -336,16 +336,16 @@ class Regrouping:
         now: float,
         world: World,
         member: Member,
-        message: Able | ReplacementReady | ReplacementFailed | CannotRegroup,
+        message: CanGoOn | ReplacementReady | ReplacementFailed | CannotRegroup,
     ) -> list[Order]:
         match message:
-            case Able(generation, local_ranks):
+            case CanGoOn(generation, local_ranks):
                 # Also if the message is about an older generation: this agent suspends its workers since then.
                 member.suspends = True
                 if generation == world.generation:
-                    world.set_able(member.name, local_ranks)
+                    world.set_can_go_on(member.name, local_ranks)
                     self._went_on.update((member.name, each) for each in local_ranks)
-                    self._used = self._used or world.all_able
+                    self._used = self._used or world.all_can_go_on
                     self._settle(world)
             case ReplacementReady(_, local_ranks):
                 self.replacements.heard_ready(now, member.name, local_ranks)
@@ -357,15 +357,15 @@ class Regrouping:
 
     def _settle(self, world: World) -> None:
         """If all ranks are able to go on again, what was lost before is over."""
-        if world.all_able and not world.short_lease_s:
+        if world.all_can_go_on and not world.short_lease_s:
             members = self.membership.members
             present = [members[name] for name, ranks in world.places.items() if ranks and name in members]
             # One agent that suspends nothing is enough to need the whole lease: its workers would run beside the next
             # generation (test_an_agent_that_suspends_no_more_is_not_relied_on).
             known = [member.suspend_s if member.suspends else 0.0 for member in present]
             world.short_lease_s = self.limits.short_lease_of(max(known)) if known and all(known) else 0.0
-        if self.settling and world.all_able:
-            self.settling, self._attempts = False, 0
+        if self.rejoining and world.all_can_go_on:
+            self.rejoining, self._attempts = False, 0
             self.incidents.over()
 
     def _replacements_failed(
@@ -398,12 +398,12 @@ class Regrouping:
 
     def grows(self, now: float, world: World) -> bool:
         """Whether the replacements that are ready join now: all others are able to go on with them."""
-        return now >= self.replacements.join_at_s and world.all_able
+        return now >= self.replacements.join_at_s and world.all_can_go_on
 
     def at_safe_point(self, world: World, drain: Draining) -> Plan | None:
         """Plan how they join at the next safe point that all can reach. A worker in `ht.survive` reaches one after each
         step; it may have reached none yet."""
-        if not drain.regroups or not world.all_able:
+        if not drain.regroups or not world.all_can_go_on:
             return None
         return self._with_ready(world, drain.newest + 1)
 
@@ -418,7 +418,7 @@ class Regrouping:
             name: () if name in leaving else tuple(sorted((*world.places[name], *ready.get(name, ()))))
             for name in world.order
         }
-        if leaving and not self._may_part(world, places):
+        if leaving and not self._others_may_go_on(world, places):
             return None
         order = _with_ranks_first(places)
         base, fresh, joined = 0, list[int](), False
@@ -433,7 +433,7 @@ class Regrouping:
             new += f"{ranks_text(fresh)} {'joined' if joined else replaced}; "
         return Plan(order, places, f"{new}{self._go_on(base)}", safe_point, tuple(fresh))
 
-    def _may_part(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
+    def _others_may_go_on(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether the others can go on without the nodes that leave. With --survive wait they need as many ranks."""
         size = sum(map(len, places.values()))
         enough = size >= max(world.size, self._wanted) or self.job.survive is Survive.SHRINK
@@ -441,7 +441,7 @@ class Regrouping:
 
     def next_change_s(self, now: float, world: World) -> float:
         """The time at which replacements have to be ordered, or join, while a generation runs."""
-        joins_at_s = self.replacements.join_at_s if world.all_able else inf
+        joins_at_s = self.replacements.join_at_s if world.all_can_go_on else inf
         return min(self.replacements.order_at_s(now), joins_at_s, self._rejoin_by_s)
 
     def due_at_s(self, now: float, world: World, since_s: float) -> float:
@@ -456,7 +456,7 @@ class Regrouping:
     def forget(self, now: float, member: str) -> None:
         """This member is lost, leaves, or has no process any more."""
         self.replacements.forget(now, member)
-        self.arriving.discard(member)
+        self.joining.discard(member)
         self._newcomers.discard(member)
 
     # ---------------------------------------------------------------- nodes that arrive
@@ -466,7 +466,7 @@ class Regrouping:
         return (
             self.job.survive is not Survive.OFF
             and self.job.grow is Grow.DRAIN
-            and world.all_able
+            and world.all_can_go_on
             and world.master[1] > 0
         )
 
@@ -474,11 +474,11 @@ class Regrouping:
         """Whether the workers are still starting, and will probably be able to go on with new ones then: to start them
         all again for a new node would cost more."""
         wanted = self.job.survive is not Survive.OFF and self.job.grow is Grow.DRAIN
-        return wanted and self._used and not (world.all_able or world.stepped or world.done_count)
+        return wanted and self._used and not (world.all_can_go_on or world.stepped or world.done_count)
 
-    def arrived(self, world: World, member: Member) -> None:
+    def joined(self, world: World, member: Member) -> None:
         """This node has joined the running generation."""
-        self.arriving.discard(member.name)
+        self.joining.discard(member.name)
         self._newcomers.add(member.name)
         world.places[member.name] = ()
         world.order = (*world.order, member.name)

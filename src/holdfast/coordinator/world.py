@@ -114,7 +114,7 @@ class World:
     """Member names by group rank."""
     places: dict[str, tuple[int, ...]]
     """The local ranks of each member that take part, sorted. None of them: its workers are being replaced."""
-    parting: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    leaving_workers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Workers without a place in it, by member that leaves: until it begins they do what the others still need."""
     size: int = field(init=False)
     """Number of all ranks."""
@@ -133,15 +133,15 @@ class World:
     """The time since which no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
     stepped: bool = False
     """A rank has reported that it made a step."""
-    able: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that can go on in another generation, by member. Changed by `set_able`."""
-    able_count: int = 0
-    """The number of ranks in `able`."""
+    can_go_on: dict[str, set[int]] = field(default_factory=dict)
+    """Local ranks that can go on in another generation, by member. Changed by `set_can_go_on`."""
+    can_go_on_count: int = 0
+    """The number of ranks in `can_go_on`."""
     short_lease_s: float = 0.0
     """A member is lost after this silence, in seconds, if the others can go on without it: its workers are suspended
     by then. 0: not before its lease expires."""
     gone: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that failed, by member. Never empty sets: `all_able` asks whether there is one."""
+    """Local ranks that failed, by member. Never empty sets: `all_can_go_on` asks whether there is one."""
     master: tuple[str, int] = ("", 0)
     """MASTER_ADDR and MASTER_PORT, as in Start; port 0: this coordinator has not sent them."""
     drain: Draining | None = None
@@ -180,10 +180,10 @@ class World:
             if left is not None and len(self.left) < LEFT_MAX:
                 self.left.append(left)
 
-    def set_able(self, member: str, local_ranks: Iterable[int]) -> None:
-        before, after = self.able.get(member, set()), set(local_ranks).intersection(self.places[member])
-        self.able[member] = after
-        self.able_count += len(after) - len(before)
+    def set_can_go_on(self, member: str, local_ranks: Iterable[int]) -> None:
+        before, after = self.can_go_on.get(member, set()), set(local_ranks).intersection(self.places[member])
+        self.can_go_on[member] = after
+        self.can_go_on_count += len(after) - len(before)
 
     def lose(self, member: str, local_ranks: Iterable[int]) -> None:
         """These ranks failed."""
@@ -192,8 +192,8 @@ class World:
             self.gone.setdefault(member, set()).update(lost)
 
     @property
-    def all_able(self) -> bool:
-        return self.able_count == self.size and not self.done_count and not self.gone
+    def all_can_go_on(self) -> bool:
+        return self.can_go_on_count == self.size and not self.done_count and not self.gone
 
     @property
     def all_prepared(self) -> bool:
@@ -203,7 +203,7 @@ class World:
         """Remove a member without a rank."""
         assert not self.places[member]
         del self.places[member]
-        self.parting.pop(member, None)
+        self.leaving_workers.pop(member, None)
         self.order = tuple(name for name in self.order if name != member)
         self.prepared.discard(member)
 
@@ -233,13 +233,13 @@ class World:
         return self.drain is not None and self.drain.safe_point is not None
 
     @property
-    def free(self) -> bool:
+    def costs_no_restart(self) -> bool:
         """What its workers end with costs no restart: a node leaves, and the others may be stopped for that."""
-        return self.drain_agreed or bool(self.parting)
+        return self.drain_agreed or bool(self.leaving_workers)
 
     def workers_of(self, member: str) -> tuple[int, ...]:
         """Local ranks of the workers of this member that take part, or did until now."""
-        return (*self.places[member], *self.parting.get(member, ()))
+        return (*self.places[member], *self.leaving_workers.get(member, ()))
 
     def finished(self, member: str) -> bool:
         """Whether all these workers ended with 0."""

@@ -66,8 +66,8 @@ class Running(Struct, frozen=True, array_like=True):
     """Local ranks that have ended with 0."""
     local_ranks: LocalRanks | None = None
     """The local ranks that take part: see Assign."""
-    able: LocalRanks = ()
-    """The local ranks that can go on in another generation: see Able."""
+    can_go_on: LocalRanks = ()
+    """The local ranks that can go on in another generation: see CanGoOn."""
 
 
 class Join(AgentMessage, frozen=True, tag="join"):
@@ -157,7 +157,7 @@ class Progress(AgentMessage, frozen=True, tag="progress"):
     """The number of the ping that this message replaces (`Ping.number`), and that is answered; 0: it replaces none."""
 
 
-class Able(AgentMessage, frozen=True, tag="able"):
+class CanGoOn(AgentMessage, frozen=True, tag="can_go_on"):
     """These workers can go on in another generation: their training function runs in `ht.survive`. The message has the
     whole set of this node, and is sent when the set changes."""
 
@@ -193,9 +193,9 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
     number: Count
 
 
-class Supersede(AgentMessage, frozen=True, tag="supersede"):
+class ContestEndpoint(AgentMessage, frozen=True, tag="contest_endpoint"):
     """A coordinator calls the job's endpoint, where a node that returned may have started another one: one of the two
-    steps down (`authority.voters`). Answered by Moved if it is the caller."""
+    steps down (`authority.voters`). Answered by CoordinatorAt if it is the caller."""
 
     term: Count
     address: str
@@ -208,7 +208,7 @@ class Supersede(AgentMessage, frozen=True, tag="supersede"):
     """It has formed no generation yet."""
 
 
-class Recall(AgentMessage, frozen=True, tag="recall"):
+class ReportCharter(AgentMessage, frozen=True, tag="report_charter"):
     """An agent that has taken part in the job reports the charter to a coordinator that founded the job again. That one
     continues the charter, or steps down. It is sent before a Join, or without one while the job's voters may still
     elect another coordinator."""
@@ -381,7 +381,7 @@ class Pong(CoordinatorMessage, frozen=True, tag="pong"):
     confirmed it (s). The agent's fence counts from that time before its ping."""
 
 
-class Moved(CoordinatorMessage, frozen=True, tag="moved"):
+class CoordinatorAt(CoordinatorMessage, frozen=True, tag="coordinator_at"):
     """The coordinator of this job is elsewhere."""
 
     term: Count
@@ -390,7 +390,7 @@ class Moved(CoordinatorMessage, frozen=True, tag="moved"):
     name: str = ""
     """The agent of the coordinator, if the coordinator itself answers; empty: another one answers."""
     elected: bool = False
-    """The coordinator was elected by voters, if it answers itself: see Supersede."""
+    """The coordinator was elected by voters, if it answers itself: see ContestEndpoint."""
 
 
 class Answer(CoordinatorMessage, frozen=True, tag="answer"):
@@ -436,7 +436,7 @@ FromAgent = (
     | Leave
     | Held
     | Progress
-    | Able
+    | CanGoOn
     | ReplacementReady
     | ReplacementFailed
     | CannotRegroup
@@ -444,8 +444,8 @@ FromAgent = (
     | Ask
     | Extended
     | BetweenVoters
-    | Supersede
-    | Recall
+    | ContestEndpoint
+    | ReportCharter
 )
 FromCoordinator = (
     Joined
@@ -467,5 +467,5 @@ FromCoordinator = (
     | Quit
     | Refuse
     | BetweenVoters
-    | Moved
+    | CoordinatorAt
 )

@@ -45,7 +45,7 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run_id: str
     generation: int
     """The newest generation that may have been started; 0: none."""
-    tail_s: float
+    workers_may_live_s: float
     """Time after the end of the leader's key in which its workers may still be alive."""
 
 

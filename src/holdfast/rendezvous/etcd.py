@@ -135,7 +135,7 @@ class EtcdLeaderLease:
         """Write the memory again: this changes its version, so that a leader that lost the key cannot write it."""
         for _ in range(ATTEMPTS_MAX):
             found = self._api.read(Memory, self._api.memory_key)
-            fresh = Memory(run_id=self._api.run_id, generation=0, tail_s=0.0)
+            fresh = Memory(run_id=self._api.run_id, generation=0, workers_may_live_s=0.0)
             memory, known = (fresh, 0) if found is None else found
             version = self._write(memory, known)
             if version is not None:

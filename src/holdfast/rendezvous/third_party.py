@@ -159,7 +159,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the agent still leads; False: it has released the lease."""
     generation: int = 0
     """The newest generation that may have been started, as in Memory."""
-    tail_s: float = 0.0
+    workers_may_live_s: float = 0.0
     """Time after the end of the lease in which the leader's workers may still be alive, as in Memory."""
 
 
@@ -212,13 +212,15 @@ class ValueApi:
             port=me.port,
             identity=me.identity,
             generation=before.generation if before is not None else 0,
-            tail_s=before.tail_s if before is not None else 0.0,
+            workers_may_live_s=before.workers_may_live_s if before is not None else 0.0,
         )
         if not self.swap(found[0] if found is not None else None, encode(mine)):
             return None
         memory = None
         if before is not None:
-            memory = Memory(run_id=before.run_id, generation=before.generation, tail_s=before.tail_s)
+            memory = Memory(
+                run_id=before.run_id, generation=before.generation, workers_may_live_s=before.workers_may_live_s
+            )
         return ValueLeaderLease(self, mine, memory)
 
     def close(self) -> None:
@@ -289,13 +291,19 @@ class ValueLeaderLease:
         return self._write(self._record)
 
     def remember(self, memory: Memory) -> bool:
-        return self._write(replace(self._record, generation=memory.generation, tail_s=memory.tail_s))
+        return self._write(
+            replace(self._record, generation=memory.generation, workers_may_live_s=memory.workers_may_live_s)
+        )
 
     def resign(self, memory: Memory | None) -> None:
         if memory is None:
             self._swap(b"")
         else:
-            self._write(replace(self._record, held=False, generation=memory.generation, tail_s=memory.tail_s))
+            self._write(
+                replace(
+                    self._record, held=False, generation=memory.generation, workers_may_live_s=memory.workers_may_live_s
+                )
+            )
 
     def _write(self, record: Record) -> bool:
         fresh = replace(record, beat=self._record.beat + 1)

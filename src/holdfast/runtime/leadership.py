@@ -108,7 +108,7 @@ class LeaseHolder:
         """Seconds until we have to step down, unless the lease is renewed."""
         return max(0.0, self._renewed_s + HELD_PER_LEASE * self._ttl_s - self._clock())
 
-    def tail_s(self, fence_s: float) -> float:
+    def workers_may_live_s(self, fence_s: float) -> float:
         """The time after the end of our key for which a worker may still live (s), if its agent's last answer came from
         us: that agent's fence began while our lease was fresh."""
         return max(0.0, fence_s - (1 - FRESH_PER_LEASE) * self._ttl_s)
@@ -237,8 +237,8 @@ class ElectedService(CoordinatorService):
         generation = max(machine.newest_generation, self._remembered)
         if not generation:
             return self._lease_holder.previous_leader
-        tail_s = fence_s(machine.limits) if machine.workers_may_live else 0.0
-        return Memory(run_id=machine.job.run_id, generation=generation, tail_s=tail_s)
+        workers_may_live_s = fence_s(machine.limits) if machine.workers_may_live else 0.0
+        return Memory(run_id=machine.job.run_id, generation=generation, workers_may_live_s=workers_may_live_s)
 
     async def close(self) -> None:
         self._on_over = None
@@ -272,7 +272,7 @@ class ElectedService(CoordinatorService):
     def _remember(self, generation: int) -> None:
         self._remembering = True
         limits = self._elected.limits
-        tail_s = self._lease_holder.tail_s(fence_s(limits))
+        workers_may_live_s = self._lease_holder.workers_may_live_s(fence_s(limits))
 
         def done(written: bool) -> None:
             self._remembering = False
@@ -281,7 +281,9 @@ class ElectedService(CoordinatorService):
                 self._flush()
             # else: the next renewal tries again, or reports that we lost the leadership
 
-        self._lease_holder.remember(Memory(run_id=self.machine.job.run_id, generation=generation, tail_s=tail_s), done)
+        self._lease_holder.remember(
+            Memory(run_id=self.machine.job.run_id, generation=generation, workers_may_live_s=workers_may_live_s), done
+        )
 
 
 def fence_s(limits: Limits) -> float:
@@ -475,8 +477,8 @@ class ElectedClient:
             options.limits,
             now,
             holds=lease_holder.holds,
-            floor=before.generation if before is not None else 0,
-            tail_s=before.tail_s if before is not None else 0.0,
+            newest_before=before.generation if before is not None else 0,
+            workers_may_live_s=before.workers_may_live_s if before is not None else 0.0,
         )
         machine = Coordinator(options.job, options.limits, self._judge, now, authority, extensions=self._extensions)
         service = ElectedService(machine, lease_holder, self._journal, self._say, self._step_down)
@@ -488,7 +490,7 @@ class ElectedClient:
             "elected",
             address=f"{won.leader.address}:{won.leader.port}",
             identity=won.leader.identity,
-            floor=before.generation if before is not None else 0,
+            newest_before=before.generation if before is not None else 0,
         )
         self._warn_of_loopback(won.leader)
 

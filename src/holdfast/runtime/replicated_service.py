@@ -20,7 +20,7 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.coordinator_commands import Command, StepDown
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Renew, Seat
-from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromAgent, FromCoordinator, Joined
 from holdfast.protocol.options import Endpoint
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.coordinator_service import CoordinatorService, LocalLink
@@ -36,7 +36,7 @@ class OtherVoters(Protocol):
 
     def stepped_down(self, command: StepDown) -> None: ...
 
-    async def find_caller(self, call: Supersede) -> Deposed | None: ...
+    async def find_caller(self, contest: ContestEndpoint) -> Deposed | None: ...
 
     async def prove_gone(self, seat: Seat) -> bool: ...
 
@@ -99,15 +99,15 @@ class ReplicatedService(CoordinatorService):
         match command:
             case StepDown():
                 self._client.stepped_down(command)
-            case ProveCaller(call):
-                self.errands.start(self._prove_caller(call))
+            case ProveCaller(contest):
+                self.errands.start(self._prove_caller(contest))
             case ProveVoterGone(seat):
                 self.errands.start(self._prove(seat))
             case _:
                 super()._execute(command)
 
-    async def _prove_caller(self, call: Supersede) -> None:
-        deposed = await self._client.find_caller(call)
+    async def _prove_caller(self, contest: ContestEndpoint) -> None:
+        deposed = await self._client.find_caller(contest)
         if deposed is not None:
             self._driver.feed(deposed)
 
@@ -126,7 +126,7 @@ class WatchedLink:
         self._link = link
         self._voter = voter
         self._joined = False
-        self._moved = False
+        self._heard_of_another = False
         """The coordinator has sent where another one is: the end of the link is then no sign of its death."""
         self._stepped_down = False
 
@@ -149,8 +149,8 @@ class WatchedLink:
         match message:
             case Renew():
                 self._voter.renew_came(message, self._link.send)
-            case Moved(term, address, port):
-                self._moved = True
+            case CoordinatorAt(term, address, port):
+                self._heard_of_another = True
                 self._voter.feed(HeardOf(term, address, port))
             case Joined(term=term):
                 self.term, self._joined = term, True
@@ -162,7 +162,7 @@ class WatchedLink:
 
     def _closed(self, on_closed: Callable[[str], None], reason: str) -> None:
         ended = isinstance(self._link, Connection) and self._link.ended_by_peer
-        self._lost(closed=ended and not self._moved)
+        self._lost(closed=ended and not self._heard_of_another)
         on_closed(reason)
 
     def _lost(self, *, closed: bool) -> None:

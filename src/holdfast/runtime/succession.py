@@ -40,7 +40,7 @@ from holdfast.protocol.errors import (
     RefusedError,
 )
 from holdfast.protocol.extension import CoordinatorHalf
-from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromCoordinator
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.rendezvous.bind import Claim, claim_endpoint, open_port
@@ -204,9 +204,9 @@ class SuccessionClient:
         self._link = WatchedLink(self.service.connect_locally(), self._voter)
         # If the coordinator here has founded the job a second time, our own voter may know of the first one.
         voters, voter = self.service.voters, self._voter.machine
-        recall = voter.recall(self._loop.time(), "", voters.term, founded=voters.founded, forms=voters.forms)
-        if recall is not None:
-            self._link.send(recall)
+        report = voter.charter_report(self._loop.time(), "", voters.term, founded=voters.founded, forms=voters.forms)
+        if report is not None:
+            self._link.send(report)
         return self._link
 
     async def _seek(self, node: NodeSpec, voter: VoterService) -> CoordinatorLink | None:
@@ -304,9 +304,9 @@ class SuccessionClient:
         accepted, voter = connection.accepted, self._voter
         assert voter is not None
         now, founder = self._loop.time(), (accepted.name, accepted.term)
-        recall = voter.machine.recall(now, *founder, founded=accepted.founded, forms=accepted.forms)
-        if recall is not None:
-            connection.send(recall)
+        report = voter.machine.charter_report(now, *founder, founded=accepted.founded, forms=accepted.forms)
+        if report is not None:
+            connection.send(report)
         if voter.machine.ignores(now, *founder, founded=accepted.founded):
             connection.close()
             raise CoordinatorUnreachableError(
@@ -332,9 +332,11 @@ class SuccessionClient:
                 found_there = machine.term
             elif accepted.forms and machine.calls:
                 about = accepted.name, accepted.term
-                recall = machine.recall(self._loop.time(), *about, founded=accepted.founded, forms=accepted.forms)
-                if recall is not None:
-                    connection.send(recall)
+                report = machine.charter_report(
+                    self._loop.time(), *about, founded=accepted.founded, forms=accepted.forms
+                )
+                if report is not None:
+                    connection.send(report)
                     voter.feed(FounderMet())
             connection.close()
 
@@ -427,7 +429,7 @@ class SuccessionClient:
         if self._link is not None:
             self._link.stepped_down()
         if command.port:
-            service.announce(Moved(command.term, command.address, command.port))
+            service.announce(CoordinatorAt(command.term, command.address, command.port))
             self._voter.feed(HeardOf(command.term, command.address, command.port))
         service.cut(command.reason)
 
@@ -452,20 +454,20 @@ class SuccessionClient:
         connection.close()
         return connection.accepted.name != seat.name
 
-    async def find_caller(self, call: Supersede) -> Deposed | None:
+    async def find_caller(self, contest: ContestEndpoint) -> Deposed | None:
         """Dial the coordinator that has called. Returns it as the reason to step down; None: it is not at that place.
         A late call must not depose the living coordinator."""
-        endpoint = Endpoint(host=call.address, port=call.port)
+        endpoint = Endpoint(host=contest.address, port=contest.port)
         try:
             connection = await self._dial_agent(endpoint)
         except HoldfastError:
             return None
         connection.close()
         accepted = connection.accepted
-        if accepted.absent or accepted.witness or accepted.name != call.name:
+        if accepted.absent or accepted.witness or accepted.name != contest.name:
             return None
         about = accepted.name, not accepted.founded, accepted.forms
-        return Deposed(accepted.term, call.address, call.port, *about)
+        return Deposed(accepted.term, contest.address, contest.port, *about)
 
     # ---------------------------------------------------------------- the endpoints of the job, while leading
 
@@ -509,11 +511,11 @@ class SuccessionClient:
         service.no_witness(endpoint)
         connection.start(partial(self._answered, service, connection), end)
         address = self._options.local_addr or connection.local_address
-        connection.send(service.voters.call(address, self.port))
+        connection.send(service.voters.contest(address, self.port))
         await asyncio.wait({closed}, timeout=self._options.limits.poll_s)
 
     def _answered(self, service: ReplicatedService, connection: Outgoing, message: FromCoordinator) -> None:
-        if isinstance(message, Moved):
+        if isinstance(message, CoordinatorAt):
             address = seen_from_here(message.address, connection.peer_address)
             service.deposed(Deposed(message.term, address, message.port, message.name, message.elected))
 

@@ -29,7 +29,7 @@ from holdfast.inherited import raise_limit
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Polled, Renew, Renewed, Succession
 from holdfast.protocol.codec import PROTOCOL_VERSION
-from holdfast.protocol.messages import FromAgent, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromAgent
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.policy import Note, Tick
 from holdfast.protocol.session import Accepted, Hello
@@ -206,13 +206,13 @@ def answer_guest(
     match message:
         case Poll():
             voter.poll_came(message, connection.send)
-        case Supersede(term, address, port):
+        case ContestEndpoint(term, address, port):
             voter.feed(HeardOf(term, seen_from_here(address, connection.peer_address), port))
             # Only a voter that is linked knows that its coordinator still lives.
             known = where()
             linked = voter.machine.stage in (VoterState.FOLLOWING, VoterState.LEADING)
             if known is not None and known.term > term and linked:
-                connection.send(Moved(known.term, known.address, known.port))
+                connection.send(CoordinatorAt(known.term, known.address, known.port))
             connection.close("the call is over")
         case _:
             return False

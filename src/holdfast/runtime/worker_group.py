@@ -118,9 +118,9 @@ class WorkerGroup:
         """The newest generation that was started; its workers may have ended."""
         self._hold_timer: asyncio.TimerHandle | None = None
         self._release_timer: asyncio.TimerHandle | None = None
-        """The next look at workers that are not at the gate."""
+        """The next look at workers that have not left their generation."""
         self._regrouping: Assign | None = None
-        """The generation for which workers come to the gate; None: there is none."""
+        """The generation for which workers leave theirs, and wait; None: there is none."""
 
     # ---------------------------------------------------------------- commands of the machine
 
@@ -138,7 +138,7 @@ class WorkerGroup:
 
     def regroup(self, assign: Assign, safe_point: int) -> None:
         """Release the workers for another generation, at this safe point; 0: at once. Answers with NodePrepared when
-        all wait at the gate and the store's port is bound."""
+        all wait for it and the store's port is bound."""
         running = self._running
         if running is None:
             self._emit(RegroupRefused(assign.generation, "this node has no workers"))
@@ -157,7 +157,7 @@ class WorkerGroup:
         running.regroup(self.supervisor, assign, safe_point)
         if not safe_point:
             self._look_at_missing(running, FIRST_LOOK * running.release_s)
-        self._at_gate()  # if no worker of this node is expected, all are there already
+        self._on_waiting()  # if no worker of this node is expected, all are there already
 
     def _look_at_missing(self, running: RunningGeneration, in_s: float) -> None:
         def look() -> None:
@@ -168,14 +168,14 @@ class WorkerGroup:
         self._release_timer = self._loop.call_later(in_s, look)
 
     def _cancel_release(self) -> None:
-        """Stop waiting for workers at the gate."""
+        """Stop waiting for workers that are released."""
         self._regrouping = None
         if self._release_timer is not None:
             self._release_timer.cancel()
             self._release_timer = None
 
     def go_on(self, start: Start) -> None:
-        """Give the workers at the gate their places."""
+        """Give the waiting workers their places."""
         running = self._running
         assert running is not None
         self._open_store(running.assign)
@@ -342,13 +342,13 @@ class WorkerGroup:
 
     # ---------------------------------------------------------------- another generation with the same workers
 
-    def _at_gate(self) -> None:
-        """One more worker waits at the gate."""
+    def _on_waiting(self) -> None:
+        """One more worker waits for the next generation, or will not."""
         running, assign = self._running, self._regrouping
-        if running is not None and assign is not None and running.at_gate:
+        if running is not None and assign is not None and running.all_wait:
             self._cancel_release()
             self._phases.gone()
-            self._journal.write("at_gate", generation=assign.generation)
+            self._journal.write("all_wait", generation=assign.generation)
             self._tasks.create_task(self._prepare_again(running, assign))
 
     async def _prepare_again(self, running: RunningGeneration, assign: Assign) -> None:
@@ -357,7 +357,7 @@ class WorkerGroup:
         except OSError as error:
             self._emit(RegroupRefused(assign.generation, f"the store's port: {error.strerror or error}"))
         else:
-            if running.at_gate and running.number == assign.generation:
+            if running.all_wait and running.number == assign.generation:
                 self._emit(NodePrepared(assign.generation, port))
 
     async def _replace(self, running: RunningGeneration, local_ranks: Sequence[int]) -> None:
@@ -398,7 +398,7 @@ class WorkerGroup:
             journal=self._journal,
             phases=self._phases,
             ends=Ends(self._tasks, self._emit, self._journal, self._router, self._oom, generation),
-            on_gate=self._at_gate,
+            on_waiting=self._on_waiting,
             parent=self._environ,
             variables=self._extensions.environment,
         )

@@ -328,7 +328,7 @@ class Phases:
         self._generation = {"generation": generation, "restart_count": restart_count}
         self._awaited, self._board = nproc, board
 
-    def able(self) -> None:
+    def joined_process_group(self) -> None:
         """All workers that went on have joined their process group."""
         # With a board the workers were started, and their marks are read from it.
         if self._generation and self._board is None:

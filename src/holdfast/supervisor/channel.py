@@ -29,7 +29,7 @@ CAUGHT_UP_MAX = 64
 """Number of messages of one worker that are taken at once: it may send without end."""
 
 
-class SaysAble(Struct, frozen=True, tag_field="is", tag="able"):
+class SaysCanGoOn(Struct, frozen=True, tag_field="is", tag="can_go_on"):
     """Its training function runs, and it can go on in another generation."""
 
     generation: Count
@@ -44,7 +44,7 @@ class SaysReady(Struct, frozen=True, tag_field="is", tag="ready"):
     """A replacement has started, and waits for its place."""
 
 
-class AtGate(Struct, frozen=True, tag_field="is", tag="gate"):
+class Waits(Struct, frozen=True, tag_field="is", tag="waits"):
     """It has left its process group and waits for its new place."""
 
     generation: Count
@@ -67,7 +67,7 @@ class WentOn(Struct, frozen=True, tag_field="is", tag="went_on"):
     """Time from its release until this step was done (s)."""
 
 
-WorkerMessage = SaysAble | SaysUnable | SaysReady | AtGate | Refuses | WentOn
+WorkerMessage = SaysCanGoOn | SaysUnable | SaysReady | Waits | Refuses | WentOn
 
 
 class WorkerChannel:
@@ -85,7 +85,7 @@ class WorkerChannel:
         OSError.
 
         The end of a connection is not reported. Its worker has sent before that it leaves, or the supervisor reports
-        the worker's end, or the worker does not come to the gate in time.
+        the worker's end, or the worker does not leave its generation in time.
         """
         self._pids = pids
         self._on_message = on_message

@@ -65,14 +65,14 @@ class Worker(Struct):
     """The time of the order to start it (s of the loop's clock)."""
     raised: bool = False
     """Its program raised an exception, which is reported before the process ends."""
-    able: bool = False
+    can_go_on: bool = False
     """It can go on in another generation."""
     ready: bool = False
     """It is a replacement and waits for its first place."""
     stepped: int = 0
     """The newest generation that it has joined from another one and in which it has done a step."""
-    gate: int = 0
-    """The generation for which it waits at the gate; 0: it does not wait."""
+    waits_for: int = 0
+    """The generation in which it waits for its place; 0: it does not wait."""
     suspended_at_s: float = inf
     """The time at which it was first seen suspended while others run (s of the loop's clock); inf: it is not."""
     facts: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """The workers of one node, from the order to start until no process of them is alive, and their replacements.
 
-Workers that can go on take part in several generations: they are released from one, wait at the gate, and get their
-place in the next.
+Workers that can go on take part in several generations: they are released from one, wait for the next, and get
+their place in it.
 
 Executes; decides nothing. Only the agent's machine knows the phase of the generation: `work` returns it.
 """
@@ -17,7 +17,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
+from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersCanGoOn
 from holdfast.agent.local_generation import Work
 from holdfast.journal import Journal
 from holdfast.linux import process_stat
@@ -29,11 +29,11 @@ from holdfast.protocol.rank_progress import RankProgress
 from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, SURVIVE_VARIABLE, Survive
 from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.channel import (
-    AtGate,
     Refuses,
-    SaysAble,
+    SaysCanGoOn,
     SaysReady,
     SaysUnable,
+    Waits,
     WentOn,
     WorkerChannel,
     WorkerMessage,
@@ -93,13 +93,13 @@ class RunningGeneration:
         journal: Journal,
         phases: Phases,
         ends: Ends,
-        on_gate: Callable[[], None],
+        on_waiting: Callable[[], None],
         parent: Mapping[str, str],
         variables: Variables,
     ) -> None:
-        """`streams`: those of each worker, by local rank. `on_gate` is called when one more worker waits at the gate,
-        or will not come. `parent`: the environment that workers inherit; `variables`: what they get beside their
-        place."""
+        """`streams`: those of each worker, by local rank. `on_waiting` is called when one more worker waits for
+        the next generation, or will not. `parent`: the environment that workers inherit; `variables`: what they get
+        beside their place."""
         self.number = assign.generation
         self.board = Board(options.nproc)
         self._options = options
@@ -112,23 +112,23 @@ class RunningGeneration:
         self._journal = journal
         self._phases = phases
         self._ends = ends
-        self._on_gate = on_gate
+        self._on_waiting = on_waiting
         self._parent = parent
         self._variables = variables
         self._loop = asyncio.get_running_loop()
         self._ranks = {rank: assign.rank_base + rank for rank in range(options.nproc)}
         """The newest rank of each local rank, whether it takes part now or not."""
         self._gathering = False
-        """The workers are on their way to the gate, or wait there."""
+        """The workers leave their generation, or wait for the next one."""
         self._at_once = False
-        """They have to come to the gate at once, and not from a safe point."""
+        """They have to leave it at once, and not at a safe point."""
         self._ended_before = set[int]()
         """Local ranks that have ended before the safe point at which the others leave. It was not reported yet."""
         self._released_s = 0.0
-        """The time of the order to come to the gate (s of the loop's clock)."""
+        """The time of the order to leave it (s of the loop's clock)."""
         self._longest = LongestStep()
         self._late: dict[str, Lateness] = {}
-        """Workers that were not at the gate at the first look, by key."""
+        """Workers that had not left it at the first look, by key."""
         self._replacing = self.number
         """The generation in which the newest replacements were ordered."""
         self._ended_pids: list[int] = []
@@ -235,8 +235,8 @@ class RunningGeneration:
         }
 
     def regroup(self, supervisor: SupervisorClient, assign: Assign, safe_point: int) -> None:
-        """Release the workers that take part in this generation, at this safe point; 0: at once. They come to the gate,
-        and so do those without a place in it, which end there: their node leaves."""
+        """Release the workers that take part in this generation, at this safe point; 0: at once. They wait for it, and
+        so do those without a place in it, which then end: their node leaves."""
         self.assign = assign
         self.number = self._ends.generation = assign.generation
         self._gathering, self._at_once = True, not safe_point
@@ -249,19 +249,19 @@ class RunningGeneration:
             supervisor.kill_session(self._ended_pids.pop())
 
         # All were able when the safe point was agreed: those that are not any more have ended their training since.
-        ended = {rank for rank, worker in self._workers.items() if worker.generation and not worker.able}
+        ended = {rank for rank, worker in self._workers.items() if worker.generation and not worker.can_go_on}
         self._ended_before = set() if self._at_once else ended
         for worker in self._workers.values():
-            worker.able, worker.gate = False, 0
+            worker.can_go_on, worker.waits_for = False, 0
             if self._is_expected(worker) and self._channel is not None:
-                cut, leaves = not safe_point and worker.generation > 0, worker.local_rank not in self._taking_part
-                order = {"do": "release", "generation": self.number, "cut": cut, "leaves": leaves}
+                at_once, leaves = self._at_once and worker.generation > 0, worker.local_rank not in self._taking_part
+                order = {"do": "release", "generation": self.number, "at_once": at_once, "leaves": leaves}
                 order["nodes"] = assign.group_world_size
                 self._channel.send(worker.local_rank, order)
         self.board.release(safe_point)  # after the messages: a worker that stops there finds its own
 
     def _is_expected(self, worker: Worker) -> bool:
-        """Whether this worker has to come to the gate: a replacement without a place does not."""
+        """Whether this worker has to wait for its place: a replacement without a place does not."""
         return worker.generation > 0 or worker.local_rank in self._taking_part
 
     def survivors(self) -> dict[str, object]:
@@ -274,22 +274,22 @@ class RunningGeneration:
         return {"local_ranks": list(self._taking_part), "folders": folders}
 
     @property
-    def at_gate(self) -> bool:
-        """Whether all workers that have to come to the gate wait there."""
+    def all_wait(self) -> bool:
+        """Whether all workers that have to wait for their place do."""
         complete = self._gathering and self._workers.keys() >= set(self._taking_part)
         expected = [worker for worker in self._workers.values() if self._is_expected(worker)]
-        return complete and all(worker.gate == self.number for worker in expected)
+        return complete and all(worker.waits_for == self.number for worker in expected)
 
     @property
     def release_s(self) -> float:
-        """Limit for a worker to come to the gate after a loss (s)."""
+        """Limit for a worker to leave its generation after a loss (s)."""
         return self._options.limits.release_of(self._longest.seconds)
 
     def kill_missing(self, supervisor: SupervisorClient) -> float:
-        """Kill the workers that are not at the gate although their time is over. Returns the seconds until the time of
-        another one may be over; 0: there is none."""
+        """Kill the workers that have not left their generation although their time is over. Returns the seconds
+        until the time of another one may be over; 0: there is none."""
         took_s, limit_s, left_s = self._loop.time() - self._released_s, self.release_s, list[float]()
-        for worker in [each for each in self._workers.values() if each.generation and each.gate != self.number]:
+        for worker in [each for each in self._workers.values() if each.generation and each.waits_for != self.number]:
             late = self._late.setdefault(worker.key, Lateness(worker.pid))
             waited_s = late.waited_s()
             # On a busy machine a healthy worker is late, too
@@ -315,7 +315,7 @@ class RunningGeneration:
             supervisor.demand(CONFIRM_S_MAX)
         suspended = {rank for rank, stat in stats.items() if stat is not None and stat.state == "T"}
         for rank, worker in self._workers.items():
-            if rank not in suspended or not worker.able or len(suspended) == len(pids):
+            if rank not in suspended or not worker.can_go_on or len(suspended) == len(pids):
                 worker.suspended_at_s = inf
                 continue
             worker.suspended_at_s = min(now, worker.suspended_at_s)
@@ -325,14 +325,14 @@ class RunningGeneration:
                 supervisor.signal(worker.key, signal.SIGKILL, to_end=True)
 
     def go_on(self, start: Start) -> None:
-        """Give each worker at the gate its place in the generation that `regroup` announced."""
+        """Give each waiting worker its place in the generation that `regroup` announced."""
         self._gathering = False
         self._start = start
         self.board.begin_again()
         for worker in self._workers.values():
             # Who is not there was killed meanwhile, or is a replacement that comes later.
-            if worker.gate == self.number:
-                worker.generation, worker.ready, worker.gate = self.number, False, 0
+            if worker.waits_for == self.number:
+                worker.generation, worker.ready, worker.waits_for = self.number, False, 0
                 worker.rank = self.rank_of(worker.local_rank)
                 environment = self._environment(self.assign, start, worker)
                 assert self._channel is not None
@@ -382,12 +382,12 @@ class RunningGeneration:
         if worker is None:
             return
         match message:
-            case SaysAble(generation):
+            case SaysCanGoOn(generation):
                 # A message from before the release of this generation comes too late.
                 if (generation or worker.generation) == self.number and not self._gathering:
-                    self._set_able(worker, able=True)
+                    self._set_can_go_on(worker, can_go_on=True)
             case SaysUnable():
-                self._set_able(worker, able=False)
+                self._set_can_go_on(worker, can_go_on=False)
                 # If the safe point lies behind the last step, all of them end before it: that is no refusal.
                 if self._gathering and local_rank in self._taking_part and worker.generation:
                     if self._at_once:
@@ -396,12 +396,12 @@ class RunningGeneration:
                         self._ends_before(local_rank)
             case SaysReady():
                 self._ready(worker)
-            case AtGate(generation):
+            case Waits(generation):
                 # A worker that waits for an earlier generation has not seen the newer order yet.
                 if self._gathering and generation == self.number:
-                    worker.gate = generation
+                    worker.waits_for = generation
                     self._look_for_ended()
-                    self._on_gate()
+                    self._on_waiting()
             case Refuses(why):
                 self._refused(worker, why)
             case WentOn(generation, step, steps_lost, seconds):
@@ -419,16 +419,16 @@ class RunningGeneration:
         """The worker's connection was closed, so that it cannot be released any more."""
         worker = self._workers.get(local_rank)
         if worker is not None:
-            self._set_able(worker, able=False)
+            self._set_can_go_on(worker, can_go_on=False)
 
-    def _set_able(self, worker: Worker, *, able: bool) -> None:
-        if worker.able != able:
-            worker.able = able
-            ranks = tuple(sorted(rank for rank, each in self._workers.items() if each.able))
-            self._journal.write("able", generation=self.number, local_ranks=list(ranks))
-            self._emit(WorkersAble(self.number, ranks))
+    def _set_can_go_on(self, worker: Worker, *, can_go_on: bool) -> None:
+        if worker.can_go_on != can_go_on:
+            worker.can_go_on = can_go_on
+            ranks = tuple(sorted(rank for rank, each in self._workers.items() if each.can_go_on))
+            self._journal.write("can_go_on", generation=self.number, local_ranks=list(ranks))
+            self._emit(WorkersCanGoOn(self.number, ranks))
             if set(ranks) == set(self._taking_part):
-                self._phases.able()
+                self._phases.joined_process_group()
 
     def _ready(self, worker: Worker) -> None:
         if worker.generation or worker.ready:
@@ -448,7 +448,7 @@ class RunningGeneration:
     def _look_for_ended(self) -> None:
         """Refuse if a worker waits at the safe point for another one that has ended before it: without this the job
         would stand still until the limit of a hang. The coordinator sees the same of several nodes."""
-        waiting = [each for each in self._workers.values() if each.gate == self.number and each.generation]
+        waiting = [each for each in self._workers.values() if each.waits_for == self.number and each.generation]
         if waiting and self._ended_before:
             ranks = spans(sorted(map(self.rank_of, self._ended_before)))
             self._ended_before = set()  # it is reported once
@@ -489,9 +489,9 @@ class RunningGeneration:
             killed_by_others = event.exit_code == -signal.SIGKILL and work is not Work.KILLING
             self._report(worker, event.exit_code, stopped=work in ENDING and not killed_by_others)
             if self._gathering:
-                if event.exit_code == 0 and worker.gate != self.number and worker.local_rank in self._taking_part:
+                if event.exit_code == 0 and worker.waits_for != self.number and worker.local_rank in self._taking_part:
                     self._ends_before(worker.local_rank)
-                self._on_gate()  # it may have been the last one that was missing
+                self._on_waiting()  # it may have been the last one that was missing
 
     def lost(self) -> Callable[[], None] | None:
         """Remove all workers, because the supervisor was killed and the workers with it. Returns a function that

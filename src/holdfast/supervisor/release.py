@@ -15,8 +15,8 @@ from holdfast.protocol.rank_progress import RankProgress
 from holdfast.supervisor import processes
 
 FIRST_LOOK = 0.1
-"""Share of the time limit after which the first look is taken. Nearly all workers are at the gate by then, and are not
-measured."""
+"""Share of the time limit after which the first look is taken. Nearly all workers have left their generation by then,
+and are not measured."""
 
 
 def allowed_s(limit_s: float, waited_s: float) -> float:

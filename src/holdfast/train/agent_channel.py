@@ -1,10 +1,10 @@
 """A worker's side of a regroup: its channel to the agent, and the end of every wait that blocks its main thread.
 
 A worker whose training function runs in `ht.survive` connects to a socket of its agent. When another worker is lost,
-the agent orders all others to leave their generation and to wait ("release"); this waiting point is called the gate.
-Then it sends each its rank and world in the next generation ("go"). A thread reads these orders, because the main
-thread may wait in a collective operation for the worker that is lost. gloo has no way to abort that wait: the thread
-shuts the connections of the process group, and the wait ends with an exception.
+the agent orders all others to leave their generation and to wait for the next one ("release"). Then it sends each its
+rank and world in that one ("go"). A thread reads these orders, because the main thread may wait in a collective
+operation for the worker that is lost. gloo has no way to abort that wait: the thread shuts the connections of the
+process group, and the wait ends with an exception.
 
 A main thread that computes meets no such wait for a while. It is interrupted, but only inside the call of a module (a
 forward pass). An exception anywhere else could leave half a file, which a program writes between two steps. An
@@ -36,8 +36,8 @@ from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE
 WHY_CHARACTERS_MAX = 4096
 """Length of the reason why a worker cannot go on."""
 UNINTERRUPTED_S = 0.5
-"""Time after a release in which the main thread comes to the gate by itself, at its next collective operation or at the
-end of its step. After that it is interrupted in the next call of a module, unless an optimizer is at work."""
+"""Time after a release in which the main thread leaves its generation by itself, at its next collective operation or at
+the end of its step. After that it is interrupted in the next call of a module, unless an optimizer is at work."""
 INTERRUPT_AGAIN_S = 0.01
 """Pause between two attempts to interrupt it (s): the handler may find it in code where it must not raise."""
 MODULE_CALL = ("torch.nn.modules.module", "_call_impl")
@@ -45,14 +45,14 @@ MODULE_CALL = ("torch.nn.modules.module", "_call_impl")
 
 
 class Release(NamedTuple):
-    """The order to come to the gate."""
+    """The order to leave the generation, and wait for the next one."""
 
     generation: int
     """The generation that is being formed."""
-    cut: bool
-    """Whether to come at once, because a worker was lost; False: come at the safe point that the board names."""
+    at_once: bool
+    """Whether to leave at once, because a worker was lost; False: at the safe point that the board names."""
     leaves: bool = False
-    """Whether the worker's node leaves: it has no rank in that generation, and is ended at the gate."""
+    """Whether the worker's node leaves: it has no rank in that generation, and is ended while it waits."""
     nodes: int = 1
     """The number of nodes that have ranks in that generation."""
 
@@ -67,12 +67,12 @@ class Go(NamedTuple):
 class MainThread(Enum):
     """What the main thread does, which says how a loss frees it."""
 
-    AT_GATE = "at the gate"
-    """It waits at the gate, or is to be left alone."""
+    WAITS = "waits"
+    """It has left its generation and waits for the next one, or is to be left alone."""
     ENTERS = "enters"
     """It is on its way into the next generation: what it waits for is cut again and again."""
     TRAINS = "trains"
-    """Its collective operations are cut once, and it is interrupted if that does not bring it to the gate."""
+    """Its collective operations are cut once, and it is interrupted if it does not leave its generation then."""
 
 
 class ChannelLostError(RuntimeError):
@@ -91,12 +91,12 @@ class AgentChannel:
         locked."""
         self._changed = threading.Condition(self.uninterrupted)
         self.released: Release | None = None
-        """The order to come to the gate, until its "go" was taken. An attribute: it is read in each step."""
+        """The order to leave the generation, until its "go" was taken. An attribute: it is read in each step."""
         self._go: Go | None = None
         """The newest "go", until `await_go` takes it; a later release withdraws it."""
         self._lost = False
         """Whether the agent is gone."""
-        self._main = MainThread.AT_GATE
+        self._main = MainThread.WAITS
         self._cut: Callable[[], object] = lambda: None
         self._may_interrupt: Callable[[], bool] = lambda: False
         self._exception: type[BaseException] | None = None
@@ -141,7 +141,7 @@ class AgentChannel:
         """Begin to watch the main thread, which trains from now on, until `arrive`.
 
         `cut` ends collective operations; this object's thread calls it. `exception` is raised in the main thread,
-        inside the call of a module, if it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`.
+        inside the call of a module, if it has not left its generation UNINTERRUPTED_S after that and `may_interrupt()`.
         """
         if self._handler_before is None and threading.current_thread() is threading.main_thread():
             self._handler_before = signal.signal(INTERRUPT_SIGNAL, self._on_interrupt) or signal.SIG_DFL
@@ -152,7 +152,7 @@ class AgentChannel:
     def arrive(self) -> None:
         """End the watch: the main thread does not train any more. No interruption follows."""
         with self.uninterrupted:
-            self._main = MainThread.AT_GATE
+            self._main = MainThread.WAITS
             self._changed.notify_all()
 
     def say(self, what: str, **fields: object) -> None:
@@ -163,19 +163,18 @@ class AgentChannel:
             raise ChannelLostError(f"the agent cannot be reached: {error.strerror}") from error
 
     def catch_up(self) -> Release | None:
-        """Take every message that has arrived. Returns the newest order to come to the gate, as `released`."""
+        """Take every message that has arrived. Returns the newest order to leave, as `released`."""
         self._receive()
         return self.released
 
-    def await_cut(self, limit_s: float) -> Release | None:
-        """Wait for the order to come to the gate at once, which may follow one that allows more time. Returns the
-        newest order."""
+    def await_immediate(self, limit_s: float) -> Release | None:
+        """Wait for the order to leave at once, which may follow one that allows more time. Returns the newest order."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lost or (self.released is not None and self.released.cut), limit_s)
+            self._changed.wait_for(lambda: self._lost or (self.released is not None and self.released.at_once), limit_s)
             return self.released
 
     def await_go(self, cut: Callable[[], object] | None = None) -> Go:
-        """Wait at the gate for the order to go on, and answer each release. Raises ChannelLostError.
+        """Wait for the order to go on, and answer each release. Raises ChannelLostError.
 
         `cut` ends collective operations, and what the main thread waits for until it is in the new group. If another
         rank is lost, this object's thread calls it again and again, until `arrive` or `train`: the main thread may open
@@ -196,7 +195,7 @@ class AgentChannel:
                     raise ChannelLostError("the agent is gone")
                 if self.released is not None and self.released is not answered:
                     answered = self.released
-                    self.say("gate", generation=answered.generation)
+                    self.say("waits", generation=answered.generation)
                 self._changed.wait()
             return self._go
 
@@ -208,7 +207,7 @@ class AgentChannel:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Read the agent's orders, and make the main thread come to the gate when one says so."""
+        """Read the agent's orders, and make the main thread leave its generation when one says so."""
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
         while not self._lost:
@@ -216,7 +215,7 @@ class AgentChannel:
             before = self.released
             self._receive()
             release = self.released
-            if release is not None and release is not before and release.cut:
+            if release is not None and release is not before and release.at_once:
                 self._free_main_thread(release)
 
     def _receive(self) -> None:
@@ -241,7 +240,7 @@ class AgentChannel:
                 nodes = message.get("nodes")
                 self.released = Release(
                     generation,
-                    message.get("cut") is True,
+                    message.get("at_once") is True,
                     message.get("leaves") is True,
                     nodes if isinstance(nodes, int) else 1,
                 )
@@ -252,7 +251,8 @@ class AgentChannel:
                     self._go = Go(generation, {str(name): str(value) for name, value in environment.items()})
 
     def _free_main_thread(self, release: Release) -> None:
-        """End the main thread's waits, and interrupt it, until it comes to the gate or the order is out of date."""
+        """End what the main thread waits for, and interrupt it, until it has left its generation or the order is out of
+        date."""
         # The lock is held until the old group is cut: otherwise the main thread might join a new one before, and lose
         # that one.
         with self._changed:
@@ -277,12 +277,12 @@ class AgentChannel:
                 self._changed.wait(max(left_s, INTERRUPT_AGAIN_S))
 
     def _is_due(self, release: Release) -> bool:
-        """Whether this order is the newest one, and the main thread has not come to the gate."""
-        return self._main is not MainThread.AT_GATE and self.released is release
+        """Whether this order is the newest one, and the main thread has not left its generation."""
+        return self._main is not MainThread.WAITS and self.released is release
 
     def _on_interrupt(self, _: int, frame: FrameType | None) -> None:
         """The signal handler. It runs in the main thread, between two instructions of this frame."""
-        due = self.released is not None and self.released.cut and self._main is MainThread.TRAINS
+        due = self.released is not None and self.released.at_once and self._main is MainThread.TRAINS
         if due and self._exception is not None and self._may_interrupt() and _calls_a_module(frame):
             raise self._exception
 

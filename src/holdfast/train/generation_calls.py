@@ -1,7 +1,7 @@
 """Calls a training function in one generation after the other, in the same process: what all of `ht.survive` shares.
 
 When a rank is lost, or at a safe point at which ranks join or leave, the function is left by an exception. The process
-waits at the gate (agent_channel.py) for its rank in the next generation, joins that, and calls the function again. What
+waits (agent_channel.py) for its rank in the next generation, joins that, and calls the function again. What
 becomes of the state in between is decided by the `Rank`: survival.py keeps the model, remaking.py lets the function
 make it again.
 
@@ -146,7 +146,7 @@ class GenerationCalls:
                         rank.begin_call()
                         # From here on the main thread may be interrupted.
                         self.channel.train(self._cut, rank.may_interrupt, Released)
-                        self.channel.say("able", generation=self.functions.generation)
+                        self.channel.say("can_go_on", generation=self.functions.generation)
                         return train()
                     finally:
                         self.channel.arrive()  # otherwise an interruption could come in the code that follows
@@ -211,7 +211,7 @@ class GenerationCalls:
     def is_cut(self) -> bool:
         """Whether a rank was lost, so that the function has to be left at once."""
         release = self.channel.released
-        return release is not None and release.cut
+        return release is not None and release.at_once
 
     def _at_safe_point(self, rank: Rank) -> None:
         """Handle the order to all ranks to stop after this step. Raises Released if they only regroup."""
@@ -238,9 +238,9 @@ class GenerationCalls:
         if isinstance(error, (torch.OutOfMemoryError, TrackingError, ReplicasDifferError, NoValidSnapshotError)):
             return False
         release = self.channel.catch_up()
-        if (release is None or not release.cut) and _is_of_the_group(error):
-            release = self.channel.await_cut(NEWS_S)
-        return release is not None and release.cut
+        if (release is None or not release.at_once) and _is_of_the_group(error):
+            release = self.channel.await_immediate(NEWS_S)
+        return release is not None and release.at_once
 
     # --- entering the new one ---------------------------------------------------------------------------------------
 
@@ -253,8 +253,8 @@ class GenerationCalls:
         self.functions.report = report
 
     def entering(self, work: Callable[[Go], T]) -> T:
-        """Wait at the gate for a place in the next generation, and do the work that enters it. If another rank is lost
-        meanwhile, come back to the gate and do it again. If it fails otherwise, all ranks restart."""
+        """Wait for a place in the next generation, and do the work that enters it. If another rank is lost meanwhile,
+        come back and do it again. If it fails otherwise, all ranks restart."""
         while True:
             go = self.channel.await_go(self._cut)
             try:

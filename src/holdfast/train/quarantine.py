@@ -124,7 +124,7 @@ def _without_progress(folder: Location, found: Judged, patience: Patience, failu
         return found
     if history.ended and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         # The job was ended, and a user has started it again: the cause may have been removed, so the count begins at 0.
-        return replace(found, history=replace(history, stalled=0, floor=None))
+        return replace(found, history=replace(history, stalled=0, oldest_begun=None))
 
     with contextlib.suppress(SnapshotError):
         replace(history, ended=True).save(folder)

@@ -209,7 +209,7 @@ class Remaker:
         if self._spare:
             self._await_others()
             return
-        if not release.cut:
+        if not release.at_once:
             self._snaps._save_at_safe_point(leaves=release.leaves, nodes=release.nodes)
         store = self._calls.generation_store
         if store is not None and self._calls.group.rank == 0:
@@ -217,7 +217,7 @@ class Remaker:
 
     def _await_others(self) -> None:
         """Wait, as a spare at a safe point, until the others leave for it, too. If training ends before, this rank ends
-        with them: at the gate it would wait in vain, and all would be started again."""
+        with them: it would wait in vain for the next generation, and all would be started again."""
         calls = self._calls
         while calls.group.world and not calls.generation_store.check([LEFT]):
             calls.leave_if_cut()
@@ -263,9 +263,9 @@ class Remaker:
         store.set(f"{DECIDED}/{rank}", json.dumps(self._decided))
 
     def _is_known(self, step: int) -> bool:
-        """A rank was lost, and this one has all its gradients of this step, but does not know whether all have. Wait at
-        the gate until all ranks that are left wait there, or have a place in the next generation already. Returns
-        whether one of them knows it."""
+        """A rank was lost, and this one has all its gradients of this step, but does not know whether all have. Wait
+        until all ranks that are left wait for the next generation, or have a place in it already. Returns whether one
+        of them knows it."""
         channel = self._calls.channel
         channel.arrive()
         self._note_decided()

@@ -20,10 +20,11 @@ said so, and tells all. A rank knows of the decision when it is in its node's fi
 A loss may come when some ranks know of it and others do not. No rank can find that out alone, so the next generation
 does, whose ranks the coordinator has agreed on:
 
-1. A rank that knows that the step is done completes it. Then it leaves its training function, and waits at the gate.
+1. A rank that knows that the step is done completes it. Then it leaves its training function, and waits for the next
+   generation.
 2. A rank that has announced the step and knows of no decision when it learns of the loss has an *open* step. It waits
-   at the gate, too, but inside its optimizer's hook; and it looks no more at its file.
-3. The coordinator sends all ranks on when each rank of the next generation waits at the gate. From then on no rank can
+   for the next generation, too, but inside its optimizer's hook; and it looks no more at its file.
+3. The coordinator sends all ranks on when each rank of the next generation waits for it. From then on no rank can
    learn of a decision in the old way. Each writes the newest decision that it knows into the store of that generation.
 4. A rank with an open step reads what all have written. If one of them knows that the step is done (`is_known`), this
    rank completes it: it has its gradients, since all ranks had announced the step. Otherwise it gives the step up.

@@ -134,7 +134,7 @@ def hanging_survivors() -> tuple[CoordinatorHarness, list[Evidence]]:
         return simple_judge(evidence)
 
     harness = training(least=1, max_restarts=2, judge=judge)
-    harness.able(1, 2)
+    harness.can_go_on(1, 2)
     look_on(harness, 100.0, 1, 2)
     return harness, judged
 
@@ -146,7 +146,7 @@ def test_a_hang_that_a_regroup_ended_is_in_the_verdict_on_the_loss_and_in_no_lat
     assert harness.machine.phase is Phase.REGROUPING
     harness.say(2, msg.WorkersFailed(1, (Failure(rank=1, local_rank=0, host="n2", pid=101, exit_code=-9),)))
     harness.prepare(1, 2)
-    harness.able(1)
+    harness.can_go_on(1)
     harness.fail(1)
     harness.both_say(msg.Stopped(harness.machine.generation))
     assert [evidence.hang is not None for evidence in judged] == [True, False]

@@ -1,6 +1,6 @@
 """A worker that goes on in other generations, without torch: the worker's side of the channel.
 
-Arguments: RANK=WORD …, how a local rank behaves: `deaf` never comes to the gate, `starved` neither, since it computes
+Arguments: RANK=WORD …, how a local rank behaves: `deaf` never leaves its generation, `starved` neither: it computes
 beside another process on one processor; `refuses` says that it cannot go on, `returns` that its function has returned;
 `family` has a child that outlives it, `stubborn` one in a session of its own, and both ignore SIGTERM; `late` says that
 it went on when the next regroup has begun. A replacement behaves well. Prints a line for each thing that it does.
@@ -48,12 +48,12 @@ def went_on(generation):
 
 say("up", place())
 generation = 0
-tell(**({"is": "ready"} if replacement else {"is": "able", "generation": 0}))
+tell(**({"is": "ready"} if replacement else {"is": "can_go_on", "generation": 0}))
 print("said", file=sys.stderr, flush=True)
 while packet := channel.recv(65536):
     message = json.loads(packet)
     if message["do"] == "release":
-        say("released", message["generation"], "now" if message["cut"] else "later")
+        say("released", message["generation"], "now" if message["at_once"] else "later")
         if word == "deaf":
             time.sleep(1000)
         elif word == "starved":
@@ -68,11 +68,11 @@ while packet := channel.recv(65536):
         else:
             if word == "late" and generation:
                 went_on(generation)
-            tell(**{"is": "gate", "generation": message["generation"]})
+            tell(**{"is": "waits", "generation": message["generation"]})
     else:
         os.environ.update(message["environment"])
         generation = message["generation"]
         say("goes on", generation, place())
-        tell(**{"is": "able", "generation": generation})
+        tell(**{"is": "can_go_on", "generation": generation})
         if word != "late":
             went_on(generation)

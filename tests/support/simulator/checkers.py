@@ -23,7 +23,7 @@ class WorldChecker:
     """Host -> the generation whose workers are alive on it."""
     suspended: set[str] = field(default_factory=set)
     """Hosts whose workers are suspended: they may be alive beside those of a newer generation."""
-    at_gate: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)
     """Hosts whose workers wait for their place in the generation that `alive` has, and train in none."""
     holders: dict[tuple[int, int, int], tuple[str, int, int]] = field(default_factory=dict)
     """(coordinator, generation, rank) -> the process that has this rank."""
@@ -56,19 +56,19 @@ class WorldChecker:
         if assign.local_ranks != ():  # else no worker of it takes part yet
             self._begun(coordinator, host, assign, cut_off)
             self.alive[host] = generation
-            self.at_gate.discard(host)
+            self.waiting.discard(host)
 
     def gathered(self, host: str, generation: int) -> None:
         """All workers of this host have left their generation, and wait for their place in that one."""
         self.alive[host] = generation
-        self.at_gate.add(host)
+        self.waiting.add(host)
 
     def continued(self, coordinator: int, host: str, assign: Assign, *, cut_off: set[str]) -> None:
         """Running workers of this host go on in this generation."""
         alive = self.alive.get(host)
         self._require(alive == assign.generation, f"{host} goes on in {assign.generation}, its workers are in {alive}")
         self._begun(coordinator, host, assign, cut_off)
-        self.at_gate.discard(host)
+        self.waiting.discard(host)
 
     def has_rank(self, rank: tuple[int, int, int], process: tuple[str, int, int]) -> None:
         """This process has the rank (coordinator, generation, rank)."""
@@ -86,9 +86,9 @@ class WorldChecker:
         self._require(assign.restart_count >= used, f"{assign.restart_count} restarts are used after {used} were")
         self.budget[job] = generation, assign.restart_count
         for other, its in self.alive.items():
-            # A start may be late: the others may have been called to the gate of a newer generation meanwhile, for a
-            # loss, and this host is called there next (succession seeds 2594 and 3812).
-            newer = other in self.at_gate and its > generation
+            # A start may be late: the others may have been ordered to wait for a newer generation meanwhile, for a
+            # loss, and this host gets that order next (succession seeds 2594 and 3812).
+            newer = other in self.waiting and its > generation
             if its != generation and not newer and other not in self.suspended:
                 text = f"{other} still runs generation {its} when {host} starts generation {generation}"
                 self._require(other in cut_off, text)
@@ -99,7 +99,7 @@ class WorldChecker:
 
     def ended(self, host: str) -> None:
         self.alive.pop(host, None)
-        self.at_gate.discard(host)
+        self.waiting.discard(host)
         self.suspended.discard(host)
 
     def let_run(self, coordinator: int, host: str, *, cut_off: set[str]) -> None:
@@ -191,7 +191,7 @@ class SuccessionChecker(WorldChecker):
         other = self._elected.setdefault((self._line_of[coordinator], term), coordinator)
         self._require(other == coordinator, f"coordinators {other} and {coordinator} are both elected in term {term}")
 
-    def recalls(self, coordinator: int, charter: Charter) -> None:
+    def charter_reported(self, coordinator: int, charter: Charter) -> None:
         """A coordinator that founded the job continues this charter, as it has heard."""
         before = self._founders.get(self._writers[self._key(charter)], charter.position)
         self._continue(coordinator, charter)
@@ -269,12 +269,12 @@ class SuccessionChecker(WorldChecker):
     def _founds(self, coordinator: int) -> None:
         """A founder that decides for the first time, or a successor that continues what it wrote, begins another job if
         it does not continue the newest charter."""
-        recalled, newest = self._founders.pop(coordinator, None), self.newest
-        if recalled is None:
+        reported, newest = self._founders.pop(coordinator, None), self.newest
+        if reported is None:
             return
         for later in [each for each, before in self._continues.items() if before == coordinator]:
             self._founders.pop(later, None)
-        if newest is not None and self._job_of[coordinator] == self._present and recalled >= newest.position:
+        if newest is not None and self._job_of[coordinator] == self._present and reported >= newest.position:
             before = self._decided[self._present]
             if before == coordinator or not self._leads(before):
                 return  # else that one is its only voter, cut off from this founder: from now on there are two jobs

@@ -47,11 +47,11 @@ class DrawnAgent(SimAgent):
         """Of the workers, the ones whose program has raised an exception."""
         self._unread: dict[int, Failure] = {}
         """What failed workers have left, by local rank."""
-        self._able: set[int] = set()
-        self._gate: set[int] = set()
+        self._can_go_on: set[int] = set()
+        self._waiting: set[int] = set()
         """Workers that wait for their place in the next generation."""
         self._came: set[int] = set()
-        """Those of them that have come there from the safe point."""
+        """Those of them that have come from the safe point."""
         self._ended_before: set[int] = set()
         """Workers that have ended before the safe point."""
         self.replacements: dict[int, int] = {}
@@ -179,7 +179,7 @@ class DrawnAgent(SimAgent):
     def _begin_work(self, assign: Assign) -> None:
         """The workers that take part make steps from now on."""
         cluster = self.cluster
-        self._able, self._gate = set(), set()
+        self._can_go_on, self._waiting = set(), set()
         used = assign.world_size - assign.world_size % cluster.options.multiple
         ranks = {local_rank: assign.rank_base + assign.place(local_rank) for local_rank in self.workers}
         self._spares = {local_rank for local_rank, rank in ranks.items() if rank >= used}
@@ -199,8 +199,8 @@ class DrawnAgent(SimAgent):
             self._worker_ends_soon(local_rank, 0, self._ends_s[local_rank] - cluster.clock.now)
             if cluster.options.survives:
                 delay_s = cluster.random.choice([0.001, 0.05, 0.05, 0.5])
-                able = partial(self._is_able, assign.generation, local_rank)
-                cluster.agenda.after(delay_s, partial(self._when_running, able))
+                can_go_on = partial(self._says_can_go_on, assign.generation, local_rank)
+                cluster.agenda.after(delay_s, partial(self._when_running, can_go_on))
         if cluster.options.steps:
             self._tell_progress(self._world)
 
@@ -336,13 +336,13 @@ class DrawnAgent(SimAgent):
 
     # Pretend workers that run in `ht.survive`: they go on in another generation, or not.
 
-    def _is_able(self, generation: int, local_rank: int) -> None:
+    def _says_can_go_on(self, generation: int, local_rank: int) -> None:
         if self.alive and generation == self.generation and local_rank in self.workers - self._raised:
-            self._able.add(local_rank)
-            self.handle(ev.WorkersAble(generation, tuple(sorted(self._able))))
+            self._can_go_on.add(local_rank)
+            self.handle(ev.WorkersCanGoOn(generation, tuple(sorted(self._can_go_on))))
 
     def _regroup(self, assign: Assign, safe_point: int) -> None:
-        """The workers come to the gate: at once, or at the safe point unless their work ends before."""
+        """The workers leave their generation, and wait: at once, or at the safe point unless their work ends before."""
         cluster, now = self.cluster, self.cluster.clock.now
         cluster.checker.assigned(self.coordinator_number, self.host, len(self.taking_part(assign)), assign)
         held_s, self._held_s = self._held_s, None
@@ -353,20 +353,20 @@ class DrawnAgent(SimAgent):
                 self._process[local_rank] = self.replacements.pop(local_rank)
                 self._ready.discard(local_rank)
                 self.workers.add(local_rank)
-                self._gate.add(local_rank)
-        for local_rank in sorted(self.workers - self._gate):
+                self._waiting.add(local_rank)
+        for local_rank in sorted(self.workers - self._waiting):
             delay_s = cluster.random.choice([0.001, 0.01, 0.05, 0.3])
             if safe_point:
                 reached = self._reached(local_rank, held_s if held_s is not None else now)
                 cluster.checker.told(self.coordinator_number, before, reached, safe_point)
                 delay_s += self._way_s(local_rank, safe_point - reached)
             self._comes(assign, local_rank, delay_s, at_once=not safe_point)
-        self._look_at_gate(assign)
+        self._look_at_waiting(assign)
 
     def _comes(self, assign: Assign, local_rank: int, delay_s: float, *, at_once: bool) -> None:
         cluster, generation = self.cluster, assign.generation
         left_s = max(self._ends_s.get(local_rank, inf) - cluster.clock.now, 0.01)  # its time may be over in a stall
-        fate = cluster.random.random() if cluster.options.faults.gate_faults else 1.0
+        fate = cluster.random.random() if cluster.options.faults.regroup_faults else 1.0
         if not at_once and left_s < delay_s:
             self._worker_ends_soon(local_rank, 0, left_s)
         elif fate < 0.05:  # it cannot be released, or dies on the way
@@ -381,15 +381,15 @@ class DrawnAgent(SimAgent):
             raises = partial(self._worker_raises, self.generation, local_rank)
             cluster.agenda.after(delay_s, partial(self._when_running, raises))
         else:
-            at_gate = partial(self._at_gate, assign, local_rank)
-            cluster.agenda.after(delay_s, partial(self._when_running, at_gate))
+            waits = partial(self._waits, assign, local_rank)
+            cluster.agenda.after(delay_s, partial(self._when_running, waits))
 
-    def _at_gate(self, assign: Assign, local_rank: int) -> None:
+    def _waits(self, assign: Assign, local_rank: int) -> None:
         if self.alive and local_rank in self.workers and self.assign is not None:
-            self._gate.add(local_rank)
+            self._waiting.add(local_rank)
             self._came.add(local_rank)
             self._look_for_ended(self.assign)
-            self._look_at_gate(self.assign)
+            self._look_at_waiting(self.assign)
 
     def _look_for_ended(self, assign: Assign) -> None:
         """A worker waits at the safe point for one that has ended before it."""
@@ -400,10 +400,10 @@ class DrawnAgent(SimAgent):
     def _refuse_soon(self, generation: int, why: str) -> None:
         self.cluster.agenda.after(0.001, lambda: self.handle(ev.RegroupRefused(generation, why)))
 
-    def _look_at_gate(self, assign: Assign) -> None:
+    def _look_at_waiting(self, assign: Assign) -> None:
         """All workers that take part have come, or will end there because the node leaves: it is prepared."""
         generation, port = assign.generation, 40_000 + assign.generation if assign.hosts_store else None
-        if self._gate >= self.taking_part(assign) | self.workers and self.machine.work is Work.REGROUPING:
+        if self._waiting >= self.taking_part(assign) | self.workers and self.machine.work is Work.REGROUPING:
             if not self.taking_part(assign):
                 self.cluster.checker.ended(self.host)
             elif self.workers:
@@ -426,7 +426,7 @@ class DrawnAgent(SimAgent):
             assert local_rank not in self.workers | self.replacements.keys(), f"{self.host} has a worker {local_rank}"
             self._pids += 1
             process = self.replacements[local_rank] = self._pids
-            fails = cluster.options.faults.gate_faults and cluster.random.random() < 0.2
+            fails = cluster.options.faults.regroup_faults and cluster.random.random() < 0.2
             delay_s = cluster.random.choice([0.05, 1.0, 5.0])
             self.cluster.log(self.host, f"starts a replacement for {local_rank}")
             if fails:
@@ -461,7 +461,7 @@ class DrawnAgent(SimAgent):
             return
         failure = self.failure(local_rank, exit_code) if exit_code else None
         self.workers.discard(local_rank)
-        self._gate.discard(local_rank)
+        self._waiting.discard(local_rank)
         self._process.pop(local_rank, None)
         if not self.workers:
             self.cluster.checker.ended(self.host)
@@ -477,7 +477,7 @@ class DrawnAgent(SimAgent):
             if exit_code == 0 and self.machine.work is Work.REGROUPING and local_rank in self.taking_part(self.assign):
                 self._ended_before.add(local_rank)
                 self._look_for_ended(self.assign)
-            self._look_at_gate(self.assign)
+            self._look_at_waiting(self.assign)
 
     def failure(self, local_rank: int, exit_code: int) -> Failure:
         return structs.replace(super().failure(local_rank, exit_code), pid=self._process.get(local_rank, 0))

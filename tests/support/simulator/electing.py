@@ -23,7 +23,7 @@ from holdfast.coordinator import coordinator_events as cevents
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Supersede
+from holdfast.protocol.messages import ContestEndpoint, CoordinatorAt, FromCoordinator, Joined
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.session import Accepted
 from tests.support.simulator.drawn import DrawnAgent
@@ -160,7 +160,7 @@ class ElectingAgent(DrawnAgent):
         self._term = 0
         """Of the coordinator at the other end; 0: not joined."""
         self._local = False
-        self._moved = False
+        self._heard_of_another = False
         cluster.on_host(self.host, self._call_founders, CALL_S)
 
     # ---------------------------------------------------------------- life
@@ -219,7 +219,7 @@ class ElectingAgent(DrawnAgent):
             self.voter.renew_came(Renew(voters.term, 0, voters.charter), lambda _: None)
         self.voter.handle(vote.Unlinked(voters.term, closed=False, local=True, aside=command.aside))
         if command.port:
-            coordinator.announce(Moved(command.term, command.address, command.port))
+            coordinator.announce(CoordinatorAt(command.term, command.address, command.port))
             self.voter.handle(vote.HeardOf(command.term, command.address, command.port))
         coordinator.die(silent=False)
 
@@ -288,7 +288,7 @@ class ElectingAgent(DrawnAgent):
                 self._place = place
                 self._link_to(leader)
             elif leader is not None:
-                self._recall(leader)
+                self._report_charter(leader)
                 self._failed(attempt)
             elif where is not None and hops and where.address != self.world.address(self.host):
                 self._try(attempt, (where.address, where.port), hops - 1)
@@ -311,7 +311,7 @@ class ElectingAgent(DrawnAgent):
         if not self.alive or leader is None or leader.number == self.coordinator_number:
             return
         if leader.introduction().forms and self.voter.machine.calls:
-            self._recall(leader)
+            self._report_charter(leader)
             self.voter.handle(vote.FounderMet())
 
     def _failed(self, attempt: int) -> None:
@@ -337,32 +337,32 @@ class ElectingAgent(DrawnAgent):
         about, now = coordinator.introduction(), self.world.clock.now
         return bool(self.voter.machine.ignores(now, about.name, about.term, founded=about.founded))
 
-    def _recall(self, coordinator: SimReplicated, end: FakeEnd | None = None) -> None:
+    def _report_charter(self, coordinator: SimReplicated, end: FakeEnd | None = None) -> None:
         """`end`: of the link by which it joins; None: it does not join."""
         about = coordinator.introduction()
         name = "" if coordinator is self.coordinator else about.name  # as in the runtime
         now, voter = self.world.clock.now, self.voter.machine
-        recall = voter.recall(now, name, about.term, founded=about.founded, forms=about.forms)
-        if recall is None:
+        report = voter.charter_report(now, name, about.term, founded=about.founded, forms=about.forms)
+        if report is None:
             return
         if end is None:
             link = self.world.network.connect(self.host, coordinator.host)
             coordinator.accept(link.b, self.host)
             end = link.a
             self.world.agenda.after(self.world.limits.poll_s, end.close)
-        end.send(recall)
+        end.send(report)
 
     def _link_to(self, coordinator: SimReplicated) -> None:
         self._attempt += 1
         self._seeking = False
         link = self.world.network.connect(self.host, coordinator.host)
         self._end = link.a
-        self._term, self._moved, self._local = 0, False, coordinator.host == self.host
+        self._term, self._heard_of_another, self._local = 0, False, coordinator.host == self.host
         link.a.on_message = partial(self._on_link, link.a, partial(self._got, link.a))
         link.a.on_closed = partial(self._on_link, link.a, self._link_lost)
         self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
-        self._recall(coordinator, link.a)
+        self._report_charter(coordinator, link.a)
         self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term))
 
     def _on_link(self, end: FakeEnd, action: Callable[[Any], None], what: object) -> None:
@@ -377,8 +377,8 @@ class ElectingAgent(DrawnAgent):
         match message:
             case Renew():
                 self.voter.renew_came(message, end.send)
-            case Moved(term, address, port):
-                self._moved = True
+            case CoordinatorAt(term, address, port):
+                self._heard_of_another = True
                 self.voter.handle(vote.HeardOf(term, address, port))
             case Joined(term=term):
                 self._term = term
@@ -389,7 +389,7 @@ class ElectingAgent(DrawnAgent):
                 self._received(message)
 
     def _link_lost(self, reason: str) -> None:
-        self._unlinked(closed=not self._moved)
+        self._unlinked(closed=not self._heard_of_another)
         super()._link_lost(reason)
 
     def _unlinked(self, *, closed: bool) -> None:
@@ -429,7 +429,7 @@ class SimReplicated(SimCoordinator):
         name, voters = self.agent.voter.machine.name, self.voters
         return Accepted(1, name=name, term=voters.term, founded=voters.founded, forms=voters.forms)
 
-    def announce(self, message: Moved) -> None:
+    def announce(self, message: CoordinatorAt) -> None:
         for end in self._ends.values():
             end.send(message)
 
@@ -448,7 +448,7 @@ class SimReplicated(SimCoordinator):
         older = self.voters.older
         if older is not None and older is not self._older:
             self._older = older
-            self.cluster.jobs.recalls(self.number, older)
+            self.cluster.jobs.charter_reported(self.number, older)
 
     def _count(self, count: Callable[[], None]) -> None:
         """Every charter that counts is seen, before anything follows from it: also one without voters, of a coordinator
@@ -465,20 +465,20 @@ class SimReplicated(SimCoordinator):
         match command:
             case cdo.StepDown():
                 self.agent.stepped_down(command)
-            case votes.ProveCaller(call):
-                self.cluster.reach(self.host, (call.address, call.port), partial(self._found_caller, call))
+            case votes.ProveCaller(contest):
+                self.cluster.reach(self.host, (contest.address, contest.port), partial(self._found_caller, contest))
             case votes.ProveVoterGone(seat):
                 self.cluster.reach(self.host, (seat.address, seat.port), partial(self._proved, seat))
             case _:
                 super()._do(command)
 
-    def _found_caller(self, call: Supersede, process: Process | str) -> None:
+    def _found_caller(self, contest: ContestEndpoint, process: Process | str) -> None:
         if not self.alive or isinstance(process, str | SimWitness) or process.coordinator is None:
             return
         it = process.coordinator.introduction()
-        if it.name == call.name:
+        if it.name == contest.name:
             about = it.name, not it.founded, it.forms
-            self.handle(votes.Deposed(it.term, call.address, call.port, *about))
+            self.handle(votes.Deposed(it.term, contest.address, contest.port, *about))
 
     def _proved(self, seat: Seat, process: Process | str) -> None:
         another = not isinstance(process, str) and process.voter.machine.name != seat.name
@@ -516,20 +516,20 @@ class SimReplicated(SimCoordinator):
             end.on_closed = closed
             self.handle(votes.WitnessOpened(number, process.seat))
             return
-        call = self.voters.call(self.cluster.address(self.host), self.agent.port)
+        contest = self.voters.contest(self.cluster.address(self.host), self.agent.port)
         if process.coordinator is not None:
             link.a.on_message = self._answered
             process.coordinator.accept(link.b, self.host)
-            link.a.send(call)
+            link.a.send(contest)
             self.cluster.agenda.after(self.cluster.limits.poll_s, link.a.close)
             return
-        process.voter.handle(vote.HeardOf(call.term, call.address, call.port))
+        process.voter.handle(vote.HeardOf(contest.term, contest.address, contest.port))
         where = process.linked_to()  # what it only heard of may be lost
-        if where is not None and where.term > call.term:
-            self._answered(Moved(where.term, where.address, where.port))
+        if where is not None and where.term > contest.term:
+            self._answered(CoordinatorAt(where.term, where.address, where.port))
 
     def _answered(self, message: object) -> None:
-        if isinstance(message, Moved):
+        if isinstance(message, CoordinatorAt):
             self.handle(
                 votes.Deposed(message.term, message.address, message.port, message.name, elected=message.elected)
             )

@@ -41,7 +41,7 @@ class FaultOptions:
     """The coordinator ends, no agent does, and another one begins, as when it loses its lease in etcd."""
     worker_kills: int = 0
     """A worker is killed, and the others wait for news."""
-    gate_faults: bool = False
+    regroup_faults: bool = False
     """Workers die, refuse or raise on their way into another generation; replacements fail."""
     hangs: int = 0
     """A worker does not come to where the others wait for it."""

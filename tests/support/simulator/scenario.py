@@ -17,7 +17,7 @@
     meets a                     they wait for their process group
     place a 1 sleep             local rank 1 of a is in sleep() from now on (the others wait for it in all_reduce())
     reach a timed out           a cannot reach the store
-    able a                      the workers of a run in `ht.survive`: they can go on after a loss
+    can_go_on a                 the workers of a run in `ht.survive`: they can go on after a loss
     ready a                     the replacements that a starts wait for their place
     spoil a 0 exit=1            the replacement for local rank 0 of a ends so
     refuse a its memory grew    a worker of a cannot go on
@@ -121,9 +121,9 @@ class _Scenario:
                 for host in plain:
                     world.agents[host].progress(Stage.MEETING)
                     world.settle()
-            case "able":
+            case "can_go_on":
                 for host in plain:
-                    world.agents[host].able()
+                    world.agents[host].can_go_on()
                     world.settle()
             case _:
                 _agent_acts(world.agents[plain[0]], verb, plain[1:], named, world.settle)
@@ -289,8 +289,8 @@ def _from_agent(message: object) -> str:
             return f"held {generation} at {reached}"
         case msg.Progress(generation, ranks):
             return f"progress {generation} {ranks[0].stage.value} {ranks[0].steps}"
-        case msg.Able(generation, local_ranks):
-            return f"able {generation} {_ranks(local_ranks)}"
+        case msg.CanGoOn(generation, local_ranks):
+            return f"can_go_on {generation} {_ranks(local_ranks)}"
         case msg.ReplacementReady(generation, local_ranks):
             return f"ready {generation} {_ranks(local_ranks)}"
         case msg.ReplacementFailed(generation, failures):

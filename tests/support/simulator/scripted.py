@@ -126,9 +126,9 @@ class ScriptedAgent(SimAgent):
         ranks = tuple(RankProgress(rank, stage, steps) for rank in range(self.nproc))
         self.handle(ev.WorkersProgress(self.generation, ranks))
 
-    def able(self) -> None:
+    def can_go_on(self) -> None:
         """All workers that take part are able to go on in another generation."""
-        self.handle(ev.WorkersAble(self.generation, tuple(sorted(self.workers))))
+        self.handle(ev.WorkersCanGoOn(self.generation, tuple(sorted(self.workers))))
 
     def ready(self) -> None:
         """The replacements wait for their place."""

@@ -140,7 +140,7 @@ def _surviving(random: Random, options: SimOptions) -> SimOptions:
             options.faults,
             worker_failures=random.choice([0, options.faults.worker_failures]),
             worker_kills=random.choice([1, 3, 5]),
-            gate_faults=random.random() < 0.5,
+            regroup_faults=random.random() < 0.5,
         ),
     )
 
@@ -163,7 +163,7 @@ def _leaving(random: Random, options: SimOptions, nodes: int) -> SimOptions:
             agent_kills=random.choice([0, options.faults.agent_kills]),
             signals=random.choice([2, 4, 8]),
             near_leaves=random.random() < 0.6,
-            gate_faults=random.random() < 0.3,
+            regroup_faults=random.random() < 0.3,
         ),
     )
 
@@ -184,7 +184,7 @@ def draw_multiples(seed: int) -> Draw:
         store_deaths=random.choice([0, 0, 1]),
         hangs=random.choice([0, 0, 2]),
         pauses=random.choice([0, 0, 2]),
-        gate_faults=random.random() < 0.3,
+        regroup_faults=random.random() < 0.3,
         reboots=drawn.options.faults.reboots,
     )
     options = replace(
@@ -243,7 +243,7 @@ def draw_succession(seed: int, *, story_lines_max: int | None, build: Build = Su
         cuts=random.choice([0, 0, 1, 2]),
         freezes=random.choice([0, 0, 1, 3]),
         lags=random.choice([0, 0, 1, 2]),
-        gate_faults=random.random() < 0.3,
+        regroup_faults=random.random() < 0.3,
         near_leaves=random.random() < 0.3,
     )
     options = SimOptions(

@@ -157,7 +157,7 @@ def suffer(what: str) -> None:
 
 
 def await_release() -> None:
-    """A rank was lost, and the others were ordered to the gate."""
+    """A rank was lost, and the others were ordered to wait for the next generation."""
     channels = [each for each in gc.get_objects() if isinstance(each, AgentChannel)]
     (FOLDER / f"awaits release.{LOCAL_RANK}").touch()
     while not any(each.released for each in channels):

@@ -167,6 +167,14 @@ def test_who_removes_the_newest_snapshots_begins_anew() -> None:
     assert (known.stalled, known.best) == (0, 71)
 
 
+def test_the_file_keeps_the_oldest_step_under_another_name(tmp_path: Path) -> None:
+    stalled = replace(FROM_60, oldest_begun=60)
+    stalled.save(tmp_path)
+    body = json.loads((tmp_path / lives.HISTORY).read_text())
+    assert (body["floor"], "oldest_begun" in body) == (60, False)
+    assert JobHistory.load(tmp_path) == stalled
+
+
 def test_what_is_not_readable_is_not_there(tmp_path: Path) -> None:
     FROM_60.save(tmp_path)
     assert JobHistory.load(tmp_path) == FROM_60

@@ -142,7 +142,8 @@ def forget_failure(folder: Location) -> None:
 
 @dataclass(frozen=True)
 class JobHistory:
-    """What is known of the lives until now. The names of the fields are those in the file."""
+    """What is known of the lives until now. The fields have the same names in the file, but for `oldest_begun`, which
+    is "floor" there."""
 
     life: str = ""
     """The random word of the newest life."""
@@ -153,7 +154,7 @@ class JobHistory:
     stalled: int = 0
     """The number of lives in a row that failed without a step beyond `best`. A life that went back to an older state,
     because its origin was suspect, does not count."""
-    floor: int | None = None
+    oldest_begun: int | None = None
     """The oldest step from which one of these stalled lives went on; None: there was none."""
     failure: str = ""
     """The fingerprint of the last failure; empty: there was none."""
@@ -165,18 +166,20 @@ class JobHistory:
         """The history in this folder; an empty one if there is none, or none that can be read."""
         body = _read(folder / HISTORY)
         try:
-            origin = body.get("origin")
-            found = cls(**{**body, "origin": Key(*origin) if origin else None})
+            origin, oldest_begun = body.get("origin"), body.pop("floor", None)
+            found = cls(**{**body, "origin": Key(*origin) if origin else None, "oldest_begun": oldest_begun})
         except TypeError:
             return cls()
-        numbers = (found.best, found.stalled, *(found.origin or ()), *([] if found.floor is None else [found.floor]))
+        numbers = (found.best, found.stalled, *(found.origin or ()), *([] if oldest_begun is None else [oldest_begun]))
         kinds = ((str, found.life, found.failure), (int, *numbers))
         return found if all(type(each) is kind for kind, *values in kinds for each in values) else cls()
 
     def save(self, folder: Location) -> None:
         """Write the history into this folder. Raises SnapshotWriteError."""
+        body = asdict(self)
+        body["floor"] = body.pop("oldest_begun")
         try:
-            disk.write_atomically(folder / HISTORY, json.dumps(asdict(self)))
+            disk.write_atomically(folder / HISTORY, json.dumps(body))
         except OSError as error:
             raise disk.write_error(error, folder) from error
 
@@ -189,15 +192,15 @@ class JobHistory:
         came = max(reached, failure.step if failure is not None else 0)
         fingerprint = failure.fingerprint if failure is not None and failure.text else self.failure
         if came > self.best or not self._is_there(on_disk):
-            return replace(self, best=came, stalled=0, floor=None, failure=fingerprint)
+            return replace(self, best=came, stalled=0, oldest_begun=None, failure=fingerprint)
         if failure is None:
             return self
 
         # A life from an older state than any stalled life before tries what was not tried yet: it does not count.
         begun = 0 if self.origin is None else self.origin.step
-        goes_back = found_suspect and (self.floor is None or begun <= self.floor)
-        floor = begun if self.floor is None else min(begun, self.floor)
-        return replace(self, stalled=self.stalled + (not goes_back), floor=floor, failure=fingerprint)
+        goes_back = found_suspect and (self.oldest_begun is None or begun <= self.oldest_begun)
+        oldest_begun = begun if self.oldest_begun is None else min(begun, self.oldest_begun)
+        return replace(self, stalled=self.stalled + (not goes_back), oldest_begun=oldest_begun, failure=fingerprint)
 
     def _is_there(self, on_disk: Iterable[Key]) -> bool:
         """Whether the origin of the newest life, or something newer, is still on the disk. False: a person has removed
