@@ -268,6 +268,7 @@ SILENT = {
     "saved_to_memory",
     "accumulated_well",
     "no_sync_by_hand",
+    "a_closure_that_clears",
     "two_passes_one_backward",
     "something_unused",
     "loss_reduced",

@@ -152,8 +152,10 @@ class Guards:
     # --- what happens --------------------------------------------------------------------------------------------
 
     def before_forward(self, model: nn.Module) -> None:
-        if model in self._models:
+        watched = self._models.get(model)
+        if watched is not None:
             self._saves.training_goes_on(self._steps)
+            watched.passes.before_forward(model)
 
     def after_forward(self, model: nn.Module, output: Any) -> None:
         watched = self._models.get(model)

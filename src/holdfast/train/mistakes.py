@@ -138,20 +138,26 @@ class LoneSave:
 
 
 class NoSync:
-    """The mistake of several backward passes of one model for one optimizer step, each with an all-reduce."""
+    """The mistake of several backward passes of one model for one optimizer step, each with an all-reduce.
+
+    Passes between which the gradients were let go of add nothing up: a closure of LBFGS, or the two passes of SAM."""
 
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
         self._backward_done = False
-        self._again = False
+        self._again = self._adds_up = False
         self._in_a_row = 0
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Note that a forward pass begins. Only now FSDP2's parameters have their gradients."""
+        self._adds_up = self._backward_done and any(each.grad is not None for each in model.parameters())
 
     def forward(self, model: nn.Module, output: Any) -> None:
         """Note a forward pass, after it was made."""
         if not (torch.is_grad_enabled() and model.training and _syncs(model)):
             return
         if self._backward_done:
-            self._again = True
+            self._again |= self._adds_up
             return
         first = _first_with_gradient(output)
         if first is not None:
