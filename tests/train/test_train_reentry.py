@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,19 +24,25 @@ EPOCHS, BATCHES = 3, 5
 class Script:
     """A training of 5 batches per epoch, that may be left and started again."""
 
-    def __init__(self, folder: Path, *, sampler: bool = False) -> None:
+    def __init__(self, folder: Path, *, sampler: bool = False, loops: str = "epochs") -> None:
+        """`loops`: over epochs, or until a number of steps."""
         self.folder = folder
         self.sampler = sampler
+        self.loops = loops
+        self.resumed: Callable[[Script], object] = lambda _: None
+        """Code after the resume."""
         self.start: Callable[[Script, int], object] = lambda *_: None
         """Code before the loop over the loader, of this epoch."""
         self.body: Callable[[Script, int, int], object] = lambda *_: None
         """Code in that loop, of this epoch and number in `enumerate`, before the optimizer's step."""
+        self.end: Callable[[Script, int], object] = lambda *_: None
+        """Code after that loop, of this epoch."""
         self.steps_optimizer: Callable[[Script, int], object] = lambda *_: True
 
     def run(self, stops: int = EPOCHS * BATCHES) -> list[float]:
         """Train until this step. Returns the rates of all steps of this life."""
         rates = []
-        model = nn.Linear(2, 1)
+        model = self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         rows = torch.ones(4 * BATCHES, 2)
         if self.sampler:
@@ -45,7 +53,8 @@ class Script:
         with ht.Snapshots(self.folder, every=None, memory_every=None) as snaps:
             self.state = snaps.track(model=model, optimizer=self.optimizer, data=data)
             snaps.resume()
-            for epoch in self.state.epochs(EPOCHS):
+            self.resumed(self)
+            for epoch in self.epochs():
                 self.start(self, epoch)
                 for number, batch in enumerate(self.loader):
                     self.body(self, epoch, number)
@@ -58,7 +67,14 @@ class Script:
                     if self.state.step == stops:
                         snaps.save(wait=True)
                         return rates
+                self.end(self, epoch)
         return rates
+
+    def epochs(self) -> Iterator[int]:
+        if self.loops == "epochs":
+            yield from self.state.epochs(EPOCHS)
+        while self.state.step < EPOCHS * BATCHES:
+            yield self.state.step // BATCHES
 
     def set_rate(self, rate: float) -> None:
         self.optimizer.param_groups[0]["lr"] = rate
@@ -134,6 +150,96 @@ def test_gradients_that_a_resumed_epoch_leaves_are_told_of(tmp_path: Path) -> No
     with pytest.warns(RuntimeWarning, match=r"epoch 0 went on .* loader\.batch_number") as told:
         script.run()
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("stops", [5, 7], ids=["none is left", "within the epoch"])
+def test_a_mean_over_the_rest_of_an_epoch_is_told_of(tmp_path: Path, stops: int) -> None:
+    script = Script(tmp_path)
+    script.end = lambda each, _: len(each.loader)
+    script.run(stops)
+    with pytest.warns(RuntimeWarning, match=r"code after its loop has asked for len\(loader\)") as told:
+        script.run()
+    assert len(told) == 1
+
+
+def test_a_length_that_is_asked_for_elsewhere_is_not_told_of(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start = lambda each, _: len(each.loader)
+    script.body = lambda each, *_: len(each.loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(7)
+        script.run(9)
+        script.end = lambda each, epoch: epoch == 2 and len(each.loader)  # that epoch is a whole one
+        script.run()
+
+
+@pytest.mark.parametrize("sampler", [False, True], ids=["loader", "sampler"])
+def test_code_before_a_loop_that_runs_again_leaves_random_numbers_alone(tmp_path: Path, *, sampler: bool) -> None:
+    drawn: dict[int, tuple[float, float, float]] = {}
+
+    def draw(script: Script, *_: int) -> None:
+        numbers = torch.rand(()).item(), random.random(), float(np.random.random())
+        assert drawn.setdefault(script.state.step, numbers) == numbers
+
+    def seed(_: Script, epoch: int) -> None:
+        torch.manual_seed(epoch)
+        np.random.seed(epoch)
+        random.random()
+
+    script, undisturbed = Script(tmp_path / "a", sampler=sampler), Script(tmp_path / "b", sampler=sampler)
+    for each in (undisturbed, script):
+        each.body, each.start = draw, seed
+    state = random.getstate()
+    undisturbed.run()
+    random.setstate(state)
+    script.run(7)
+    script.run()
+    assert len(drawn) == EPOCHS * BATCHES
+
+
+# --- weights that a resume has restored -------------------------------------------------------------------------------
+
+
+def load_checkpoint(script: Script, *_: int) -> None:
+    with torch.no_grad():
+        script.model.weight.fill_(3.0)
+
+
+@pytest.mark.parametrize("sampler", [False, True], ids=["loader", "sampler"])
+@pytest.mark.parametrize("place", ["resumed", "start"])
+@pytest.mark.parametrize("loops", ["epochs", "steps"])
+def test_weights_that_code_after_the_resume_sets_again_are_told_of(
+    tmp_path: Path, place: str, loops: str, *, sampler: bool
+) -> None:
+    script = Script(tmp_path, sampler=sampler, loops=loops)
+    script.run(7)
+    setattr(script, place, load_checkpoint)
+    with pytest.warns(RuntimeWarning, match=r"code after resume\(\) has changed the weights of model ") as told:
+        script.run()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def test_weights_that_are_set_after_a_resume_at_an_epochs_end_are_told_of(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.run(5)
+    script.resumed = load_checkpoint
+    with pytest.warns(RuntimeWarning, match=r"code after resume\(\) has changed the weights of model ") as told:
+        script.run()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("stops", [5, 7])
+def test_weights_that_belong_to_an_epochs_end_are_not_told_of(tmp_path: Path, stops: int) -> None:
+    """A resume from a state before that code runs it, and the start of the next epoch may change weights, too."""
+    script = Script(tmp_path)
+    script.end = load_checkpoint
+    script.start = lambda each, epoch: load_checkpoint(each) if epoch == 2 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(stops)
+        script.run()
 
 
 def test_the_number_of_a_batch_goes_on_after_a_resume(tmp_path: Path) -> None:

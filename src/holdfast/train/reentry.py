@@ -7,11 +7,18 @@ habits are then wrong, in silence:
   code between two loops over epochs, when the first one has no epoch left.
 - `enumerate(loader)` counts from 0 again, so that `i + 1 == len(loader)` never comes true, and the gradients of the
   last batches wait for an optimizer step that nobody makes.
+- A sum over the epoch's batches begins again, too, and `running / len(loader)` after the loop divides the sum over the
+  rest by the number of all.
 - `itertools.cycle(loader)` keeps the batches of one pass and repeats them: the rest of a pass has few, or none.
+
+Code before the loop that draws or seeds random numbers is right to run again, but the next step draws those of the
+restored state: they are put back when the loop begins.
+
+`ResumedWeights` notices code that changes the weights that a resume has restored.
 
 `Whereabouts` notices a loop that goes over `range(n)` instead of `state.epochs(n)`.
 
-It only looks at options and gradients, in the first step and at the end of such an epoch. Code that computes a rate
+It looks at options and gradients only, in the first step and at the end of such an epoch. Code that computes a rate
 from the epoch or from the step changes nothing when it runs again, or sets the rate in each step: that is no mistake.
 With another number of ranks a rate may follow that number, or its square root.
 """
@@ -21,6 +28,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,6 +40,7 @@ from torch.optim import Optimizer
 
 from holdfast.train.data import Position
 from holdfast.train.data.loader import ENDLESS
+from holdfast.train.random_numbers import random_state, set_random_state
 
 Options = list[dict[str, float]]
 """The numbers among the options of all parameter groups."""
@@ -43,15 +52,23 @@ class Reentry:
     """The rest of an epoch."""
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], loaders: Sequence[Any], growth: float, before: Options | None = None
+        self,
+        optimizers: Sequence[Optimizer],
+        loaders: Sequence[Any],
+        growth: float,
+        before: Options | None = None,
+        *,
+        continues: bool = True,
     ) -> None:
         """`loaders`: those of ours that go on within the epoch. `growth`: the number of ranks, divided by that of the
         epoch so far. `before`: the options at the end of an earlier loop over epochs, which had no epoch left; None:
-        they are looked at now."""
+        they are looked at now. `continues`: whether data go on within the epoch."""
         self._optimizers = optimizers
         self._loaders = loaders
         for each in loaders:
-            each._length_asked = False
+            each._length_asked = each._has_given_rest = each._length_asked_after = False
+        self._random = random_state() if continues else None
+        """The random numbers that the next step draws, until the first pass begins; None: the epoch is a whole one."""
         self._before = options_of(optimizers) if before is None else before
         self._at_pass: Options | None = None
         """The options when the first pass over tracked data began; None: none has."""
@@ -59,9 +76,13 @@ class Reentry:
         self._stepped = False
 
     def pass_begins(self) -> None:
-        """Note that a pass over tracked data of the training begins."""
+        """Note that a pass over tracked data of the training begins. What code before the loop has drawn or seeded was
+        drawn in this epoch before."""
         if self._at_pass is None:
             self._at_pass = options_of(self._optimizers)
+        if self._random is not None:
+            set_random_state(self._random)
+            self._random = None
 
     def step(self, epoch: int) -> None:
         """Warn at the first step if code before the loop has changed an option, and the loop did not set it."""
@@ -89,7 +110,7 @@ class Reentry:
 
     def end(self, epoch: int, *, pending: bool) -> None:
         """Warn if the epoch ends with gradients that no optimizer step has used, in a loop that asks for the length of
-        its loader. `pending`: whether there are such gradients."""
+        its loader, and if code after the loop has asked for it. `pending`: whether there are such gradients."""
         if pending and any(each._length_asked for each in self._loaders):
             warnings.warn(
                 f"holdfast: epoch {epoch} went on after a resume, and has ended with gradients that no optimizer step "
@@ -98,6 +119,53 @@ class Reentry:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        if any(each._length_asked_after for each in self._loaders):
+            warnings.warn(
+                f"holdfast: epoch {epoch} went on after a resume, and code after its loop has asked for len(loader), "
+                "the batches of the whole epoch: if it divides a sum over the loop by them, that mean is too small. "
+                "Divide by the number of batches that the loop had.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class ResumedWeights:
+    """The parameters that a resume has given to models: code between it and the first step must not change them, as one
+    that loads a pretrained checkpoint does.
+
+    It is looked at when the first loop over epochs begins, and when data go on within an epoch. Code before the loop
+    over the data of a whole epoch may change weights."""
+
+    def __init__(self, digests: Callable[[], dict[str, str]]) -> None:
+        """`digests`: a digest of the parameters of each model, by name."""
+        self._digests = digests
+        self._restored = digests()
+        self._epochs = 0
+
+    def epoch_begins(self) -> bool:
+        """Look, if this is the first epoch since the resume. Returns whether to look again when its loop begins."""
+        self._epochs += 1
+        return self._epochs == 1 and self.look()
+
+    def look(self) -> bool:
+        """Warn if the parameters of a model have changed. Returns whether they have not."""
+        changed = [name for name, digest in self._digests().items() if self._restored[name] != digest]
+        if changed:
+            warnings.warn(
+                f"holdfast: code after resume() has changed the weights of {', '.join(changed)} before the first step: "
+                "what was trained before the resume is lost. Load a checkpoint, or set first values, before resume().",
+                RuntimeWarning,
+                stacklevel=_level_of_script(),
+            )
+        return not changed
+
+
+def _level_of_script() -> int:
+    """The `stacklevel` of the line of the script, for a warning of the caller."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("holdfast.train.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class Whereabouts:

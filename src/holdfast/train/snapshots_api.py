@@ -378,6 +378,8 @@ class Snapshots:
 
         if resumed is not None and choice.only is None and peers.rank == 0 and self._remaker is None:
             self._whereabouts = self._tracker.whereabouts(resumed)
+        if resumed is not None and choice == Choice() and peers.rank == 0:  # otherwise the script fills in the rest
+            self._tracker.note_resumed()
         self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))

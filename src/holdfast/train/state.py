@@ -52,6 +52,7 @@ from holdfast.train.reducers import Order, Reducers
 from holdfast.train.reentry import (
     Options,
     Reentry,
+    ResumedWeights,
     Whereabouts,
     is_cycled,
     options_of,
@@ -323,9 +324,11 @@ class Tracker:
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
     _trains: bool = False
     """Whether a step was made in this process."""
-    _passed_by: tuple[Options, str] | None = None
-    """The optimizers' options, and a digest of the weights, when the first loop over epochs had none left, after a
+    _passed_by: tuple[Options, dict[str, str]] | None = None
+    """The optimizers' options, and digests of the weights, when the first loop over epochs had none left, after a
     resume; None: there was none."""
+    _resumed_weights: ResumedWeights | None = None
+    """The weights that a resume has restored, until it is known that training begins with them; None: it is."""
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
     contain all objects, and these names."""
@@ -457,7 +460,7 @@ class Tracker:
 
     def note_trained(self) -> None:
         """Let loaders count the batch in the loop's body as trained."""
-        self._resumed, self._trains = {}, True
+        self._resumed, self._trains, self._resumed_weights = {}, True, None
         self._counts = self._schedule_counts()
         if self.state._reentry is not None:
             self.state._reentry.step(self.state.epoch)
@@ -492,10 +495,25 @@ class Tracker:
 
     def note_pass(self, loader: Any) -> None:
         """Note that a pass over this loader of torch begins, or over one of torchdata."""
-        if self.state._reentry is not None and any(_gives_batches(each, loader) for each in self.others.values()):
+        if not any(_gives_batches(each, loader) for each in self.others.values()):
+            return
+        if self._continued():
+            self._look_at_weights()
+        if self.state._reentry is not None:
             self.state._reentry.pass_begins()
 
+    def note_resumed(self) -> None:
+        """Note that a resume has restored everything that is tracked."""
+        self._resumed_weights = ResumedWeights(self._weights)
+
+    def _look_at_weights(self, *, epoch_begins: bool = False) -> None:
+        """Warn, once, if code after the resume has changed the weights that it has restored."""
+        found = self._resumed_weights
+        if found is not None and not (found.epoch_begins() if epoch_begins else found.look()):
+            self._resumed_weights = None
+
     def _set_epoch(self, epoch: int) -> None:
+        self._look_at_weights(epoch_begins=True)
         resumed, self._resumed = self._resumed, {}
         for name, each in self.others.items():
             if name in resumed:
@@ -511,7 +529,9 @@ class Tracker:
             warn_of_weights(epoch)
         options = None if passed_by is None else passed_by[0]
         goes_on = bool(continued) or options is not None
-        self.state._reentry = Reentry(self.optimizers, loaders, growth, options) if goes_on else None
+        self.state._reentry = (
+            Reentry(self.optimizers, loaders, growth, options, continues=bool(continued)) if goes_on else None
+        )
 
     def _continued(self) -> list[Any]:
         """The loaders and samplers whose next pass begins within an epoch."""
@@ -520,6 +540,8 @@ class Tracker:
     def _note_passed_by(self, count: int) -> None:
         """Note that a loop over `count` epochs has none left, since they were trained before a resume. If more was
         trained then, so has the code that follows run."""
+        self._look_at_weights(epoch_begins=True)
+        self._resumed_weights = None
         # Saved exactly at the end of that loop: the code after it has not run yet, and is right to run now.
         begins_next = self.state.epoch == count and not self._continued()
         if begins_next or self._trains:
@@ -527,10 +549,10 @@ class Tracker:
         elif self._passed_by is None:
             self._passed_by = options_of(self.optimizers), self._weights()
 
-    def _weights(self) -> str:
-        """A digest of this rank's parameters."""
-        parameters = (local_tensor(each) for model in self.models for each in model.parameters())
-        return replicas.total([each for each in parameters if codec.is_array(each)])
+    def _weights(self) -> dict[str, str]:
+        """A digest of this rank's parameters of each model, by name."""
+        parts = {name: map(local_tensor, model.parameters()) for name, model in self.named_models()}
+        return {name: replicas.total([each for each in own if codec.is_array(each)]) for name, own in parts.items()}
 
     def whereabouts(self, resumed: object) -> Whereabouts:
         """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""

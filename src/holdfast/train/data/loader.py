@@ -93,6 +93,9 @@ class DataLoader:
     _length_asked = False
     """Whether a loop's body has asked for the number of batches (reentry.py)."""
 
+    _has_given_rest = _length_asked_after = False
+    """Whether a pass came to its end since the last resume, and whether the number of batches was asked for then."""
+
     _outlives_epochs = False
     """Whether a pass went on after a `set_epoch`: an iterator without end, beside another loader."""
 
@@ -192,6 +195,7 @@ class DataLoader:
         this_pass = self._passes
         self._share = self._asked_epoch = None
         if not position.begin() and self._resumes:
+            self._has_given_rest = True
             return
 
         self._open_pass = this_pass
@@ -212,7 +216,7 @@ class DataLoader:
                 self._open_pass = 0
             if current_loader() is self:
                 set_current_loader(outside)
-        self._has_passed = True
+        self._has_passed = self._has_given_rest = True
         position.finish()
 
     def _rest(self) -> Iterator[Any]:
@@ -236,6 +240,7 @@ class DataLoader:
     def __len__(self) -> int:
         """The number of batches in a whole epoch for this rank; every rank has the same."""
         self._length_asked |= self._open_pass > 0
+        self._length_asked_after |= self._has_given_rest
         return self._plan.batches(0, self._position.length)
 
     @property
