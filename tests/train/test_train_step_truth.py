@@ -441,6 +441,99 @@ def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None
     training.snaps.close()
 
 
+class Positioned:
+    """A position that a script keeps for itself, from which it goes on."""
+
+    def __init__(self) -> None:
+        self.start = self.epoch = 0
+
+    def numbers(self) -> Iterator[int]:
+        self.epoch += 1
+        while self.start < 32:
+            self.start += 1
+            yield self.start - 1
+        self.start = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self.start, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["start"]
+
+
+class OwnOrder(Positioned, torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return self.numbers()
+
+
+class OwnBatches(Positioned, torch.utils.data.Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(list, zip(*[self.numbers()] * 4, strict=False))
+
+
+class OwnStream(Positioned, torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((3,), float(number)) for number in self.numbers())
+
+
+class CountedOrder(OwnOrder):
+    """It counts what is trained, as each `snaps.step()` tells it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, 32))
+
+    def trained(self) -> None:
+        self.start += 4
+
+
+class OwnEpochs(OwnOrder):
+    """It keeps the epoch alone."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+
+def loader_over(own: Positioned, workers: int) -> torch.utils.data.DataLoader[torch.Tensor]:
+    if isinstance(own, OwnStream):
+        return torch.utils.data.DataLoader(own, 4, num_workers=workers)
+    if isinstance(own, OwnBatches):
+        return torch.utils.data.DataLoader(Rows(), batch_sampler=own, num_workers=workers)
+    assert isinstance(own, OwnOrder)
+    return torch.utils.data.DataLoader(Rows(), 4, sampler=own, num_workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (OwnOrder, "the tracked OwnOrder is drawn ahead"),
+        (OwnBatches, "the tracked OwnBatches is drawn ahead"),
+        (OwnStream, "the tracked OwnStream is read in copies"),
+    ],
+)
+def test_a_position_that_worker_processes_make_wrong_is_noticed(
+    tmp_path: Path, kind: type[Positioned], told: str
+) -> None:
+    own = kind()
+    training = Training(tmp_path / "runs", data=own)
+    with pytest.warns(RuntimeWarning, match=told) as warned:
+        loop(training, loader_over(own, workers=1))
+    assert len(warned) == 1
+    training.snaps.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [(OwnOrder, 0), (OwnBatches, 0), (OwnStream, 0), (CountedOrder, 1), (OwnEpochs, 1)],
+)
+def test_a_position_that_is_right_is_not(tmp_path: Path, kind: type[Positioned], workers: int) -> None:
+    own = kind()
+    training = Training(tmp_path / "runs", data=own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(training, loader_over(own, workers))
+    training.snaps.close()
+
+
 @pytest.mark.parametrize("left_after", [1, 3, 5, 9, 11])
 def test_evaluations_over_a_tracked_loader_are_whole_after_a_resume(tmp_path: Path, left_after: int) -> None:
     """Several in an epoch of the training: each is a pass of the loader, whose own epochs run ahead."""

@@ -140,19 +140,6 @@ class _Before:
         return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
 
 
-NOT_TRACKED = (
-    "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch begins the "
-    "epoch again, and trains its first samples twice.\n"
-    "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, memory_every=None "
-    "and state.epochs(…, save=True)."
-)
-OURS_NOT_TRACKED = (
-    "holdfast: the training loop is over an ht.DataLoader that is not tracked: after a resume it begins with its first "
-    "epoch again.\n"
-    "Give it to track(), too."
-)
-"""Warnings about a loader of the training loop."""
-
 _first_resumed: list[weakref.ref[Snapshots]] = []
 """The Snapshots whose `resume()` was called first: in it a replacement joins the others. One per process, as its rank
 is."""
@@ -719,8 +706,8 @@ class Snapshots:
         """Do what belongs to the end of an optimizer step on this rank. It waits for no other rank."""
         if self._life is not None:  # also if a scaler has skipped the optimizer's step
             self._life.losses.step(self._tracker.step, metrics, stepped=stepped)
-        if self._untracked is not None and self._untracked.at_step():
-            self._note_untracked_data()
+        if self._untracked is not None and (text := self._untracked.at_step()):
+            self._note_untracked_data(text)
         if self._whereabouts is not None and not self._whereabouts.at_step():
             self._whereabouts = None
         if not self._tracker.numbers.idle:
@@ -739,12 +726,11 @@ class Snapshots:
         if begun_again and (self._joined or (self._peers is not None and self._peers.rank == 0)):
             warnings.warn(f"holdfast: {begun_again}", RuntimeWarning, stacklevel=4)
 
-    def _note_untracked_data(self) -> None:
+    def _note_untracked_data(self, text: str) -> None:
         if self._survivor is not None:
-            self._survivor.withdraw("the training loop is over a loader that is not tracked")
+            self._survivor.withdraw("the training loop is over a loader whose position is not tracked")
         if self._peers is not None and self._peers.rank == 0:
-            assert self._untracked is not None
-            warnings.warn(OURS_NOT_TRACKED if self._untracked.is_ours else NOT_TRACKED, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _save_if_due(self, saving: Saving, *, pending: bool) -> None:
         step, schedule = self._tracker.step, self._schedule

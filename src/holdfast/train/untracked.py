@@ -7,6 +7,10 @@ the training loop is known. A pass that had begun before is counted by the metho
 
 An `ht.DataLoader` that is not tracked begins with its first epoch again, also after a resume at an epoch's end.
 
+Worker processes of torch's loader read ahead. A tracked sampler with a state of its own is then ahead of the training,
+unless it counts in a method `trained()`; and a tracked IterableDataset stays where it is, since each worker reads a
+copy.
+
 A loop over a loader takes the same number of batches between two calls of `snaps.step()`. An evaluation takes many at
 once, and none for a long time.
 
@@ -27,7 +31,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.protocol.errors import TrackingError
 from holdfast.train import torch_private
@@ -37,6 +41,29 @@ from holdfast.train.guards import replaced
 STEPS = 3
 """An iterator belongs to the training loop if the same number of batches was taken between two steps this often in a
 row."""
+NOT_TRACKED = (
+    "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch begins the "
+    "epoch again, and trains its first samples twice.\n"
+    "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, memory_every=None "
+    "and state.epochs(…, save=True)."
+)
+OURS_NOT_TRACKED = (
+    "holdfast: the training loop is over an ht.DataLoader that is not tracked: after a resume it begins with its first "
+    "epoch again.\n"
+    "Give it to track(), too."
+)
+SAMPLER_AHEAD = (
+    "holdfast: the tracked {} is drawn ahead of the training, by num_workers= of its loader: a resume leaves out the "
+    "samples that were read ahead.\n"
+    "Take num_workers=0, ht.DataLoader, or ht.DistributedSampler; or count in a method trained() of it, which each "
+    "snaps.step() calls."
+)
+DATASET_COPIED = (
+    "holdfast: the tracked {} is read in copies, by num_workers= of its loader: its state here does not move, and a "
+    "resume trains the samples since then twice.\n"
+    "Take num_workers=0, ht.DataLoader with an ht.ShardedDataset, or torchdata's StatefulDataLoader."
+)
+"""Warnings about a loader of the training loop."""
 SEARCH_STEPS_MAX = 200
 """Limit of the steps in which the loader of the training loop is searched for: the loop may be over something else."""
 
@@ -65,18 +92,43 @@ class _Count:
 class _Counted(_Count):
     """An iterator of torch's loader that counts its batches."""
 
-    def __init__(self, loader: Any, batches: Any) -> None:
+    def __init__(self, loader: Any, batches: Any, tracked: Collection[Any]) -> None:
         super().__init__()
         self.loader = weakref.ref(loader)
         self._batches = batches
+        samplers = [*_samplers(loader.sampler), *_samplers(loader.batch_sampler)]
+        parts = [*samplers, *([loader.dataset] if isinstance(loader.dataset, IterableDataset) else [])]
+        among = {id(each) for each in tracked} if loader.num_workers and id(loader) not in map(id, tracked) else set()
+        self._own = [each for each in parts if id(each) in among and not callable(getattr(each, "trained", None))]
+        """Tracked objects of the script from which worker processes read."""
+        self._states = self._read()
+        self._moved: set[str] = set()
+        """The classes of those whose states a request for a batch has moved."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        looks = self._own and self.taken < STEPS
+        before = self._read() if looks else []
         batch = next(self._batches)
         self.taken += 1
+        if looks:
+            now = zip(self._own, before, self._read(), strict=True)
+            self._moved |= {type(each).__name__ for each, was, new in now if was != new}
         return batch
+
+    def _read(self) -> list[str]:
+        return [repr(each.state_dict()) for each in self._own]
+
+    def wrong_position(self) -> str:
+        """A warning that the state of a tracked object is not the position of the training; empty: it may be."""
+        for each, began, now in zip(self._own, self._states, self._read(), strict=True):
+            if (name := type(each).__name__) in self._moved:
+                return SAMPLER_AHEAD.format(name)
+            if isinstance(each, IterableDataset) and began == now:
+                return DATASET_COPIED.format(name)
+        return ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -103,8 +155,6 @@ class UntrackedData:
         self._early: weakref.WeakKeyDictionary[Any, _Count] = weakref.WeakKeyDictionary()
         """The passes that had begun before, by torch's iterator."""
         self._steps = 0
-        self.is_ours = False
-        """Whether the loader that was found is an ht.DataLoader."""
         self._hooks = contextlib.ExitStack()
         for kind in _kinds_of_loaders():
             self._replace(kind)
@@ -143,7 +193,7 @@ class UntrackedData:
         self._known.add(batches)
         if self._is_inside_tracked(loader):
             return batches
-        counted = _Counted(loader, batches)
+        counted = _Counted(loader, batches, self._tracked())
         self._live.add(counted)
         return counted
 
@@ -152,20 +202,23 @@ class UntrackedData:
         if batches not in self._known and not isinstance(torch_private.parts_of_pass(batches)[0], Seeded):
             self._early.setdefault(batches, _Count()).taken += 1
 
-    def at_step(self) -> bool:
-        """Count a complete step. Returns True once, if the training loop is over a loader that is not tracked."""
+    def at_step(self) -> str:
+        """Count a complete step. Returns a warning, once, if the training loop is over a loader whose position is not
+        in the snapshots; empty: nothing is wrong."""
         if self._steps >= SEARCH_STEPS_MAX:
-            return False
+            return ""
         self._steps += 1
-        loaders = [each.loader() for each in list(self._live) if each.is_in_step()]
+        passes = [each for each in list(self._live) if each.is_in_step()]
+        loaders = [each.loader() for each in passes]
         # There are several if the loop is over a zip() of them.
         found = [_parts_of_loader(each) for each in loaders if each is not None]
         found += [_parts_of_pass(batches) for batches, count in list(self._early.items()) if count.is_in_step()]
         if found or self._steps == SEARCH_STEPS_MAX:
             self.stop()
         lacking = [parts for parts in found if not self._is_tracked(parts)]
-        self.is_ours = any(isinstance(each, Seeded) for parts in lacking for each in parts)
-        return bool(lacking)
+        if lacking:
+            return OURS_NOT_TRACKED if any(isinstance(each, Seeded) for one in lacking for each in one) else NOT_TRACKED
+        return next(filter(None, (each.wrong_position() for each in passes)), "")
 
     def _is_inside_tracked(self, loader: Any) -> bool:
         """Whether it is torch's loader inside an ht.DataLoader that is tracked, or kept by a tracked object."""
