@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 import weakref
@@ -531,6 +532,49 @@ def test_a_position_that_is_right_is_not(tmp_path: Path, kind: type[Positioned],
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loop(training, loader_over(own, workers))
+    training.snaps.close()
+
+
+def packed(loader: Any) -> Iterator[torch.Tensor]:
+    """Rows of several batches together, of which some wait for the next one."""
+    waiting = torch.empty(0, 3)
+    for rows in loader:
+        waiting = torch.cat([waiting, rows])
+        while len(waiting) >= 3:
+            yield waiting[:3]
+            waiting = waiting[3:]
+
+
+def repeated(loader: Any) -> Iterator[torch.Tensor]:
+    return itertools.chain.from_iterable([rows, rows] for rows in loader)
+
+
+@pytest.mark.parametrize("steps_of", [packed, repeated])
+def test_several_steps_with_one_batch_are_noticed(tmp_path: Path, steps_of: Any) -> None:
+    loader = ht.DataLoader(Rows(), 4)
+    training = Training(tmp_path / "runs", loader=loader)
+    with pytest.warns(GuardWarning, match="again before the loop took another batch") as told:
+        loop(training, steps_of(loader))
+    assert len(told) == 1
+    training.snaps.close()
+
+
+def test_one_step_with_each_batch_is_not(tmp_path: Path) -> None:
+    """Also if the script counts it first, if a second loader gives a batch only now and then, and after a pass."""
+    loader, second = ht.DataLoader(Rows(), 4), ht.DataLoader(Rows(), 4)
+    training = Training(tmp_path / "runs", loader=loader, second=second)
+
+    def batches() -> Iterator[torch.Tensor]:
+        others = iter(second)
+        for number, rows in enumerate(loader):
+            loader.trained()
+            yield rows if number % 4 else next(others)
+        yield rows
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            loop(training, batches())
     training.snaps.close()
 
 

@@ -30,6 +30,8 @@ UNSYNCED_STEPS = 3
 GradScaler has skipped."""
 AHEAD_STEPS = 3
 """The guard warns after this number of steps that took the same number of batches, and fewer than the first one."""
+STEPS_AGAIN = 2
+"""The guard warns after this number of steps without a batch of their own."""
 LOSS_DIFFERENCE_MAX = 1e-5
 """Largest relative difference of losses that may come from rounding."""
 
@@ -183,11 +185,14 @@ class NoSync:
 
 class ReadAhead:
     """The mistake of a loop that asks a loader for the next batch before it trains the last one, as a prefetcher does:
-    the first step of a pass takes more batches than those after it."""
+    the first step of a pass takes more batches than those after it. The reverse has the same effect: several steps with
+    one batch, as in a loop that packs sequences, or repeats each batch."""
 
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
         self._warned = False
+        self._again = 0
+        """The number of steps without a batch of their own."""
         self.begin()
 
     def begin(self) -> None:
@@ -196,6 +201,18 @@ class ReadAhead:
 
     def batch(self) -> None:
         self._batches += 1
+
+    def stepped_again(self) -> None:
+        """Note a step after which the loop's body has the same batch as before: another use of it, or of what the loop
+        has put aside from it. One may be an accident."""
+        self._again += 1
+        if self._again == STEPS_AGAIN:
+            self._warn(
+                "read_ahead",
+                "snaps.step() was called again before the loop took another batch. The first of these calls counts the "
+                "batch as trained, so a resume after it leaves out the rest of what the loop does with that batch.\n"
+                "Call snaps.step() once per batch, after all of it.",
+            )
 
     def stepped(self) -> None:
         batches, self._batches = self._batches, 0

@@ -318,6 +318,8 @@ class Tracker:
     """Positions of the loaders that were restored, until the training begins."""
     looks_for_cycles: bool = False
     """Whether loops over loaders are looked at for `itertools.cycle`. No: they were, or a trainer skips batches."""
+    _given: dict[str, Any] = field(default_factory=dict)
+    """The batch of each loader whose pass was under way at the last step, by name."""
     _beside: bool = False
     """Whether a step had batches of several loaders or samplers."""
     _counts: dict[str, Any] = field(default_factory=dict)
@@ -464,6 +466,7 @@ class Tracker:
         self._counts = self._schedule_counts()
         if self.state._reentry is not None:
             self.state._reentry.step(self.state.epoch)
+        self._look_for_repeats()
         # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
         training = [each for each in self.others.values() if _is_in_loop(each)]
         if self.looks_for_cycles and training and (len(training) > 1 or not self.state._in_body):
@@ -477,6 +480,13 @@ class Tracker:
                 note()
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
+
+    def _look_for_repeats(self) -> None:
+        """Tell a loader if none of those that are under way has given a batch since the last step."""
+        given = {name: batch for name, each in self.others.items() if (batch := getattr(each, "_given", None))}
+        if given and given == self._given:
+            self.others[next(iter(given))]._note_no_batch()
+        self._given = given
 
     def _look_for_cycles(self) -> None:
         """Warn, once, of a loader in the training's loop that is in `itertools.cycle`. One alone in the body of an

@@ -380,6 +380,15 @@ class DataLoader:
             self._read_ahead.stepped()
         self._position.trained()
 
+    @property
+    def _given(self) -> Share | None:
+        """The last batch of the pass that is under way; None: there is none."""
+        return self._share if self._open_pass else None
+
+    def _note_no_batch(self) -> None:
+        """Note that `snaps.step()` was called twice, and no batch was taken in between."""
+        self._read_ahead.stepped_again()
+
     def _continues(self) -> bool:
         """Whether the next pass begins within an epoch."""
         return self._resumes and not self._position.begins_epoch
