@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -576,6 +578,29 @@ def test_one_step_with_each_batch_is_not(tmp_path: Path) -> None:
         for _ in range(2):
             loop(training, batches())
     training.snaps.close()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["the module within is tracked", "tracked"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["halves", "PowerSGD"])
+def test_what_a_communication_hook_keeps_is_noticed(tmp_path: Path, *, keeps: bool, inside: bool) -> None:
+    with ht.process_group(device="cpu"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        net = nn.Linear(3, 2)
+        model = DistributedDataParallel(net)
+        if keeps:
+            model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+        else:
+            model.register_comm_hook(None, fp16_compress_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ht.Snapshots(tmp_path / "runs", every=None) as snaps:
+            snaps.track(model=model if inside else net, optimizer=optimizer)
+            snaps.resume()
+            for _ in range(2):
+                model(torch.randn(4, 3)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snaps.step()
+    assert [("keeps a PowerSGDState from step to step" in str(each.message)) for each in told] == [True] * keeps
 
 
 @pytest.mark.parametrize("left_after", [1, 3, 5, 9, 11])

@@ -609,6 +609,7 @@ class Snapshots:
                     stacklevel=4,
                 )
             self._warn_of_schedules()
+            self._warn_of_hooks()
             self._check_unfrozen()
 
         self._until_first_step.append(look)
@@ -632,6 +633,17 @@ class Snapshots:
             warnings.warn(
                 f"holdfast: a schedule sets the learning rate of the {found}, and is not tracked: after a resume it "
                 "begins again, from the rate of that moment.\nGive it to track(), too.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _warn_of_hooks(self) -> None:
+        """Warn if a communication hook keeps something from step to step."""
+        kept = self._tracker.reducers.kept_by_hook()
+        if kept and self._peers is not None and self._peers.rank == 0:
+            warnings.warn(
+                f"holdfast: a communication hook of DDP keeps a {kept} from step to step, which no snapshot has: after "
+                "a resume it begins again, so that losses differ from those of an undisturbed run.",
                 RuntimeWarning,
                 stacklevel=5,
             )

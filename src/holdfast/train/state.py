@@ -262,16 +262,24 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
 
 
 def _checked(model: TrackedModel) -> TrackedModel:
-    """The model, after a try of its `state_dict()`: so the error does not come at the first save. Raises
-    TrackingError."""
+    """The model, after a try of its `state_dict()`: so the error does not come at the first save. Raises TrackingError,
+    also for torchmetrics' metrics, which save nothing by default."""
     try:
-        model.live()
+        if not model.live() and any(map(_is_metric, model.module.modules())):
+            raise TrackingError(
+                f"track({model.name}=…): the state_dict() of this {type(model.module).__name__} is empty, so what it "
+                f"counts begins again after a resume: call {model.name}.persistent(True) before track()"
+            )
     except TypeError as error:
         raise TrackingError(
             f"track({model.name}=…): its state_dict() fails: {error}\n"
             "one that a module overrides has to take torch's keywords: def state_dict(self, *args, **kwargs)"
         ) from error
     return model
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(f"{each.__module__}.{each.__name__}" == "torchmetrics.metric.Metric" for each in type(module).__mro__)
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
