@@ -298,6 +298,16 @@ def sampler() -> DistributedSampler:
     return DistributedSampler(range(6), num_replicas=2, rank=0)
 
 
+def test_iterators_from_which_nothing_is_drawn_are_no_passes(sampler) -> None:
+    """torchdata's loader makes three for the rest of an epoch, and draws from the last one."""
+    with guarded(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            *_, drawn = iter(sampler), iter(sampler), iter(sampler)
+            assert len(list(drawn)) == 3
+
+
 def test_a_warning_says_the_fix_and_how_to_switch_it_off(sampler) -> None:
     with guarded(), pytest.warns(ht.GuardWarning) as caught:
         draw(sampler, 4)

@@ -114,9 +114,8 @@ class Guards:
 
         @functools.wraps(draw)
         def noted_draw(sampler: Any) -> Iterator[int]:
-            self._epochs.begins(sampler)
-            # `chain` passes the indices on at C's speed, and calls our note after the last one.
-            return itertools.chain(draw(sampler), self._epochs.ended(sampler))
+            # `chain` passes the indices on at C's speed, and calls our notes before the first and after the last one.
+            return itertools.chain(self._epochs.begins(sampler), draw(sampler), self._epochs.ended(sampler))
 
         @functools.wraps(set_epoch)
         def noted_set_epoch(sampler: Any, epoch: int) -> None:

@@ -73,9 +73,10 @@ class StaleEpoch:
     def epoch_set(self, sampler: Any) -> None:
         self._passes[sampler] = 0
 
-    def begins(self, sampler: Any) -> None:
-        """Note that a pass begins. One pass that was left early may only show the data; a complete one, or two of them,
-        are training."""
+    def begins(self, sampler: Any) -> Iterator[int]:
+        """Note that a pass begins: this iterator gives no index, and runs before the first one. torchdata makes
+        iterators from which it draws nothing. One pass that was left early may only show the data; a complete one, or
+        two of them, are training."""
         if not sampler.shuffle:
             return
         passes = self._passes.get(sampler, 0)
@@ -86,6 +87,7 @@ class StaleEpoch:
                 "Call sampler.set_epoch(epoch) at the start of each epoch, or use holdfast.train.DataLoader.",
             )
         self._passes[sampler] = passes + 1
+        yield from ()
 
     def ended(self, sampler: Any) -> Iterator[int]:
         """Note that a pass was drawn to its end: this iterator gives no index, and runs after the last one."""
