@@ -411,8 +411,8 @@ class Tracker:
 
     @functools.cached_property
     def numbers(self) -> ModuleNumbers:
-        """The Python numbers in the models that training moves."""
-        return ModuleNumbers(self._models)
+        """The Python numbers in the models and optimizers that training moves."""
+        return ModuleNumbers(self._models, self._optimizers)
 
     @functools.cached_property
     def reducers(self) -> Reducers:
