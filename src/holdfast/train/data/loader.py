@@ -78,7 +78,8 @@ class DataLoader:
                        batch_size * world * micro_batches
     tail               the epoch's last, smaller global batch: "even" (default), "drop" or "pad"
     seed               seed of the order and of the augmentations (0); has to be equal on all ranks
-    seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
+    seed_samples       seed `random`, numpy, torch and the dataset's generators from (seed, epoch, index) for each
+                       sample
     ranks              (rank, world) if they are not the process group's: those among the data-parallel groups
     shrink_on_oom      if a rank runs out of memory within `ht.accumulate`, all ranks repeat that optimizer step with
                        half as many samples at once, and keep that size; needs `global_batch_size`
