@@ -43,9 +43,11 @@ ITEMS_MAX = 64
 each depth, and of the length of a list or dict. A longer one has samples, and no transforms."""
 Generator: TypeAlias = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-EVERYWHERE: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand, torch.default_generator)
+_of_modules: tuple[Any, Any] = (random.getstate, np.random.get_state)
+EVERYWHERE: tuple[Generator, ...] = (*(each.__self__ for each in _of_modules), torch.default_generator)
 """The global generators."""
 _NOT_SEARCHED = (random.SystemRandom, str, int, float, torch.Tensor, np.ndarray, type, ModuleType)
+_SETTINGS = (bool, int, float, str, type(None))
 _WORD = (1 << 64) - 1
 
 
@@ -146,6 +148,13 @@ def _own_generators(dataset: Any) -> list[Generator]:
                 within += getattr(each, "__dict__", {}).values()
         level = within
     return found
+
+
+def settings_of(dataset: Any) -> dict[str, Any]:
+    """The attributes of a dataset, and of the one that a Subset takes samples of, with values that cannot change."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return {name: each for name, each in getattr(dataset, "__dict__", {}).items() if type(each) in _SETTINGS}
 
 
 def _seed_generators(seed: int, own: Sequence[Generator]) -> None:

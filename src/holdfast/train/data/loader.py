@@ -42,6 +42,7 @@ from holdfast.train.data.datasets import (
     ShardReader,
     part_of,
     sample_seed,
+    settings_of,
     shard_order_name,
     shard_sizes,
 )
@@ -96,6 +97,9 @@ class DataLoader:
 
     _has_given_rest = _length_asked_after = False
     """Whether a pass came to its end since the last resume, and whether the number of batches was asked for then."""
+
+    _copied: dict[str, Any] | None = None
+    """What the dataset's attributes were when persistent worker processes got their copies; None: none did."""
 
     _outlives_epochs = False
     """Whether a pass went on after a `set_epoch`: an iterator without end, beside another loader."""
@@ -230,6 +234,8 @@ class DataLoader:
             self._generator.manual_seed(sample_seed(position.seed, epoch, position.cursor))
             shares = self._plan.deal(self._rank, position.cursor, position.length)
             fetched = self._batches.begin(epoch, order, shares)
+            if self._torch.persistent_workers:
+                self._look_at_copies()
             for batch in self._torch:
                 self._share = fetched.popleft()
                 position.hand_out(self._share.cursor)
@@ -237,6 +243,21 @@ class DataLoader:
                 yield batch
                 if self._repeat_step:
                     break
+
+    def _look_at_copies(self) -> None:
+        """Warn, once, if the dataset has changed since the worker processes got their copies of it."""
+        now = settings_of(self.dataset)
+        if self._copied is None:
+            self._copied = now
+        changed = [name for name, each in now.items() if name in self._copied and self._copied[name] != each]
+        if changed:
+            self._copied = {}
+            _warn(
+                "persistent_workers",
+                f"{changed[0]!r} of the dataset has changed since its worker processes were started, and with "
+                "persistent_workers=True these still have the old value: samples are read with that one, and after a "
+                "restart with the new one.\nLeave persistent_workers out.",
+            )
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch for this rank; every rank has the same."""
