@@ -21,6 +21,7 @@ NOT_TORCH = {
     ("random_numbers.py", "_rand"),  # numpy's
     ("random_numbers.py", "_bit_generator"),
     ("reentry.py", "_getframe"),  # sys
+    ("snapshots_api.py", "_getframe"),
 }
 
 

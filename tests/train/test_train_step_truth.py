@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from holdfast.train.save import POSTPONED_MAX, image
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice
 from holdfast.train.unnoticed_writes import ValueProbe
+from holdfast.train.untracked import UntrackedGenerators
 from tests.warm import Warm
 
 PENDING_RANKS = Path(__file__).parent / "scripts" / "pending_ranks.py"
@@ -577,6 +579,61 @@ def test_one_step_with_each_batch_is_not(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         for _ in range(2):
             loop(training, batches())
+    training.snaps.close()
+
+
+def steps_that_draw(training: Training, generator: Any, draw: Any, *, steps: int = 6) -> None:
+    for _ in range(steps):
+        draw(generator)
+        training.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.snaps.step()
+
+
+GENERATORS_AND_DRAWS = [
+    (torch.Generator, lambda each: torch.rand((), generator=each)),
+    (partial(np.random.default_rng, 1), lambda each: each.random()),
+    (partial(np.random.RandomState, 1), lambda each: each.rand()),
+    (partial(random.Random, 1), lambda each: each.random()),
+]
+
+
+@pytest.mark.parametrize(("make", "draw"), GENERATORS_AND_DRAWS)
+def test_a_generator_of_the_scripts_own_is_noticed(training: Training, make: Any, draw: Any) -> None:
+    with pytest.warns(RuntimeWarning, match=r"each step draws from 'generator', a random generator") as told:
+        steps_that_draw(training, make(), draw)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+class Noise:
+    """It keeps the state of its generator."""
+
+    def __init__(self, generator: random.Random) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.generator.getstate()[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.setstate((3, tuple(state["state"]), None))
+
+
+def test_one_that_is_saved_seeded_in_each_step_or_seldom_drawn_from_is_not(tmp_path: Path) -> None:
+    saved = random.Random(1)
+    training = Training(tmp_path / "runs", noise=Noise(saved))
+    numbers = itertools.count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.snaps._generators = UntrackedGenerators()
+        steps_that_draw(training, saved, lambda each: each.random())
+        for draw in (
+            lambda each: torch.rand((), generator=each.manual_seed(next(numbers))),
+            lambda each: next(numbers) % 2 and torch.rand((), generator=each),
+        ):
+            training.snaps._generators = UntrackedGenerators()
+            steps_that_draw(training, torch.Generator(), draw)
     training.snaps.close()
 
 

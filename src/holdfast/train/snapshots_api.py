@@ -65,7 +65,13 @@ from holdfast.train.state import Tracker, TrainState
 from holdfast.train.surviving_snapshots import RemakingCall, SurvivingCall
 from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
-from holdfast.train.untracked import UntrackedData, UntrackedOptimizers, without_its_schedule
+from holdfast.train.untracked import (
+    OWN_GENERATOR,
+    UntrackedData,
+    UntrackedGenerators,
+    UntrackedOptimizers,
+    without_its_schedule,
+)
 
 if TYPE_CHECKING:
     from holdfast.train.generation_calls import FunctionsCalled
@@ -215,6 +221,7 @@ class Snapshots:
         """Whether `holdfast save` has asked for a save, and gradients were pending since then."""
         self._passes: ContinuedPasses | None = None
         self._untracked: UntrackedData | None = None
+        self._generators = UntrackedGenerators()
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
         self._peers: Peers | None = None
@@ -720,6 +727,7 @@ class Snapshots:
             self._life.losses.step(self._tracker.step, metrics, stepped=stepped)
         if self._untracked is not None and (text := self._untracked.at_step()):
             self._note_untracked_data(text)
+        self._look_at_generators()
         if self._whereabouts is not None and not self._whereabouts.at_step():
             self._whereabouts = None
         if not self._tracker.numbers.idle:
@@ -737,6 +745,12 @@ class Snapshots:
         # A replacement has a number that the ranks that went on have not.
         if begun_again and (self._joined or (self._peers is not None and self._peers.rank == 0)):
             warnings.warn(f"holdfast: {begun_again}", RuntimeWarning, stacklevel=4)
+
+    def _look_at_generators(self) -> None:
+        """Warn of a random generator of the script's own."""
+        name = self._generators.at_step(sys._getframe(3), self._tracker.others.values())
+        if name and self._peers is not None and self._peers.rank == 0:
+            warnings.warn(OWN_GENERATOR.format(name), RuntimeWarning, stacklevel=4)
 
     def _note_untracked_data(self, text: str) -> None:
         if self._survivor is not None:

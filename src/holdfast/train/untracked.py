@@ -17,6 +17,9 @@ once, and none for a long time.
 An optimizer that is not tracked and steps a tracked model begins with an empty state after a resume. torch's public
 hook of all optimizers shows it. An optimizer inside a tracked one, which steps it itself, as SAM does, counts as
 tracked. A schedule that is not tracked begins again after a resume; torch marks the optimizer whose rate it sets.
+
+A random generator of the script's own begins again, too. It is looked for among the variables of the training loop, and
+counts if each of the first steps has drawn from it. One that is seeded again in each step is right.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -35,7 +40,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.protocol.errors import TrackingError
 from holdfast.train import torch_private
-from holdfast.train.data.datasets import Seeded
+from holdfast.train.data.datasets import EVERYWHERE, GENERATORS, Generator, Seeded, state_of
 from holdfast.train.guards import replaced
 
 STEPS = 3
@@ -64,6 +69,11 @@ DATASET_COPIED = (
     "Take num_workers=0, ht.DataLoader with an ht.ShardedDataset, or torchdata's StatefulDataLoader."
 )
 """Warnings about a loader of the training loop."""
+OWN_GENERATOR = (
+    "holdfast: each step draws from {!r}, a random generator of the script's own, which no snapshot has: after a "
+    "resume it begins again.\n"
+    "Draw from the global generators of torch, numpy or Python, or track an object with its state."
+)
 SEARCH_STEPS_MAX = 200
 """Limit of the steps in which the loader of the training loop is searched for: the loop may be over something else."""
 
@@ -286,6 +296,43 @@ class UntrackedOptimizers:
         if steps and not self.found:
             self.found = type(optimizer).__name__
         return steps
+
+
+class UntrackedGenerators:
+    """Random generators of the script's own from which the training draws."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[Generator, int, str]] = {}
+        """Each generator after the last step, its seed if that can be known, and its state, by the variable's name."""
+        self._steps = 0
+        self._drawn: set[str] = set()
+        """Names of those from which each step has drawn."""
+
+    def at_step(self, frame: FrameType, tracked: Iterable[Any]) -> str:
+        """Look at the variables of the training loop, in the script's `frame`, after a step. Returns the name of one
+        with such a generator, once; empty: there is none. One inside a `tracked` object counts as tracked."""
+        if self._steps > STEPS:
+            return ""
+        self._steps += 1
+        before, self._states = self._states, _generators_in(frame, tracked)
+        drawn = {
+            name
+            for name, (each, seed, state) in self._states.items()
+            if name in before and before[name][0] is each and before[name][1] == seed and before[name][2] != state
+        }
+        self._drawn = self._drawn & drawn if self._steps > 2 else drawn
+        return min(self._drawn, default="") if self._steps > STEPS else ""
+
+
+def _generators_in(frame: FrameType, tracked: Iterable[Any]) -> dict[str, tuple[Generator, int, str]]:
+    known = {id(one) for each in tracked for one in _attributes(each)} | {id(each) for each in EVERYWHERE}
+    attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
+    variables = {**frame.f_globals, **frame.f_locals, **{f"self.{name}": each for name, each in attributes.items()}}
+    return {
+        name: (each, each.initial_seed() if isinstance(each, torch.Generator) else 0, state_of(each))
+        for name, each in variables.items()
+        if isinstance(each, GENERATORS) and id(each) not in known
+    }
 
 
 def without_its_schedule(optimizers: Iterable[Optimizer], others: Iterable[Any]) -> str:

@@ -174,6 +174,15 @@ def _seed_generator(generator: Generator, seed: int) -> None:
         generator.seed(seed & 0xFFFF_FFFF)
 
 
+def state_of(generator: Generator) -> str:
+    """The state, to be compared."""
+    if isinstance(generator, np.random.Generator):
+        return str(generator.bit_generator.state)
+    if isinstance(generator, torch.Generator):
+        return str(generator.get_state().tolist())
+    return str(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))
+
+
 def _restores(generator: Generator) -> Callable[[], object]:
     """A function that sets the generator to the state that it has now."""
     if isinstance(generator, random.Random):
