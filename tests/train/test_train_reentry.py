@@ -198,6 +198,45 @@ def test_code_before_a_loop_that_runs_again_leaves_random_numbers_alone(tmp_path
     assert len(drawn) == EPOCHS * BATCHES
 
 
+@pytest.mark.parametrize("stops", [1, 2, -2, 3, 4])
+def test_code_between_two_loops_of_an_epoch_may_draw_and_change_weights(tmp_path: Path, stops: int) -> None:
+    """If the state is from the end of the first loop, that code has not run yet. -2: it is saved after that loop."""
+
+    def life(folder: Path, steps: int) -> dict[int, float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = ht.DataLoader(torch.ones(8, 2), 4), ht.DataLoader(torch.ones(8, 2), 4)
+        drawn = {}
+        with ht.Snapshots(folder, every=None) as snaps:
+            state = snaps.track(model=model, optimizer=optimizer, first=first, second=second)
+            if snaps.resume() is None:
+                torch.manual_seed(7)
+            for _ in state.epochs(2):
+                for loader in (first, second):
+                    for batch in loader:
+                        model(batch).sum().backward()
+                        drawn[state.step] = torch.rand(()).item()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        snaps.step()
+                        if state.step == steps:
+                            snaps.save(wait=True)
+                            return drawn
+                    if loader is first and state.step == -steps:
+                        snaps.save(wait=True)
+                        return drawn
+                    if loader is first and second.cursor == 0:
+                        torch.rand(3)
+                        with torch.no_grad():
+                            model.weight.add_(1)
+        return drawn
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        undisturbed = life(tmp_path / "a", 0)
+        assert life(tmp_path / "b", stops) | life(tmp_path / "b", 0) == undisturbed
+
+
 # --- weights that a resume has restored -------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import GeneratorType
 from typing import Any
 
@@ -57,32 +57,30 @@ class Reentry:
         loaders: Sequence[Any],
         growth: float,
         before: Options | None = None,
-        *,
-        continues: bool = True,
     ) -> None:
         """`loaders`: those of ours that go on within the epoch. `growth`: the number of ranks, divided by that of the
         epoch so far. `before`: the options at the end of an earlier loop over epochs, which had no epoch left; None:
-        they are looked at now. `continues`: whether data go on within the epoch."""
+        they are looked at now."""
         self._optimizers = optimizers
         self._loaders = loaders
         for each in loaders:
             each._length_asked = each._has_given_rest = each._length_asked_after = False
-        self._random = random_state() if continues else None
-        """The random numbers that the next step draws, until the first pass begins; None: the epoch is a whole one."""
+        self._random: Mapping[str, Any] | None = random_state()
+        """The random numbers that the next step draws, until a pass begins; None: one has."""
         self._before = options_of(optimizers) if before is None else before
         self._at_pass: Options | None = None
         """The options when the first pass over tracked data began; None: none has."""
         self._growth = growth
         self._stepped = False
 
-    def pass_begins(self) -> None:
-        """Note that a pass over tracked data of the training begins. What code before the loop has drawn or seeded was
-        drawn in this epoch before."""
+    def pass_begins(self, *, goes_on: bool) -> None:
+        """Note that a pass over tracked data of the training begins. `goes_on`: within its epoch. Then what code before
+        the loop has drawn or seeded was drawn in this epoch before."""
         if self._at_pass is None:
             self._at_pass = options_of(self._optimizers)
-        if self._random is not None:
+        if self._random is not None and goes_on:
             set_random_state(self._random)
-            self._random = None
+        self._random = None
 
     def step(self, epoch: int) -> None:
         """Warn at the first step if code before the loop has changed an option, and the loop did not set it."""

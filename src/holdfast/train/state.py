@@ -513,12 +513,14 @@ class Tracker:
 
     def note_pass(self, loader: Any) -> None:
         """Note that a pass over this loader of torch begins, or over one of torchdata."""
-        if not any(_gives_batches(each, loader) for each in self.others.values()):
+        giving = [each for each in self.others.values() if _gives_batches(each, loader)]
+        if not giving:
             return
-        if self._continued():
+        goes_on = any(getattr(each, "_continues", bool)() for each in giving)
+        if goes_on:
             self._look_at_weights()
         if self.state._reentry is not None:
-            self.state._reentry.pass_begins()
+            self.state._reentry.pass_begins(goes_on=goes_on)
 
     def note_resumed(self) -> None:
         """Note that a resume has restored everything that is tracked."""
@@ -547,9 +549,7 @@ class Tracker:
             warn_of_weights(epoch)
         options = None if passed_by is None else passed_by[0]
         goes_on = bool(continued) or options is not None
-        self.state._reentry = (
-            Reentry(self.optimizers, loaders, growth, options, continues=bool(continued)) if goes_on else None
-        )
+        self.state._reentry = Reentry(self.optimizers, loaders, growth, options) if goes_on else None
 
     def _continued(self) -> list[Any]:
         """The loaders and samplers whose next pass begins within an epoch."""
