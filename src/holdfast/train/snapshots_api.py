@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -221,7 +222,6 @@ class Snapshots:
         """Whether `holdfast save` has asked for a save, and gradients were pending since then."""
         self._passes: ContinuedPasses | None = None
         self._untracked: UntrackedData | None = None
-        self._generators = UntrackedGenerators()
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
         self._peers: Peers | None = None
@@ -261,6 +261,10 @@ class Snapshots:
     def resumed(self) -> bool:
         """Whether resume() was called, or the first step() without it."""
         return self._saving is not None
+
+    @functools.cached_property
+    def _generators(self) -> UntrackedGenerators:
+        return UntrackedGenerators()
 
     @property
     def _replicas_differ(self) -> bool:
