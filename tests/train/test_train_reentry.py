@@ -24,8 +24,9 @@ EPOCHS, BATCHES = 3, 5
 class Script:
     """A training of 5 batches per epoch, that may be left and started again."""
 
-    def __init__(self, folder: Path, *, sampler: bool = False, loops: str = "epochs") -> None:
-        """`loops`: over epochs, or until a number of steps."""
+    def __init__(self, folder: Path, *, sampler: bool = False, loops: str = "epochs", count: int = EPOCHS) -> None:
+        """`loops`: over epochs, or until a number of steps. `count`: the number of epochs."""
+        self.count, self.epochs_count = 0, count
         self.folder = folder
         self.sampler = sampler
         self.loops = loops
@@ -39,7 +40,7 @@ class Script:
         """Code after that loop, of this epoch."""
         self.steps_optimizer: Callable[[Script, int], object] = lambda *_: True
 
-    def run(self, stops: int = EPOCHS * BATCHES) -> list[float]:
+    def run(self, stops: int = 0) -> list[float]:
         """Train until this step. Returns the rates of all steps of this life."""
         rates = []
         model = self.model = nn.Linear(2, 1)
@@ -72,8 +73,8 @@ class Script:
 
     def epochs(self) -> Iterator[int]:
         if self.loops == "epochs":
-            yield from self.state.epochs(EPOCHS)
-        while self.state.step < EPOCHS * BATCHES:
+            yield from self.state.epochs(self.epochs_count)
+        while self.state.step < self.epochs_count * BATCHES:
             yield self.state.step // BATCHES
 
     def set_rate(self, rate: float) -> None:
@@ -235,6 +236,41 @@ def test_code_between_two_loops_of_an_epoch_may_draw_and_change_weights(tmp_path
         warnings.simplefilter("error")
         undisturbed = life(tmp_path / "a", 0)
         assert life(tmp_path / "b", stops) | life(tmp_path / "b", 0) == undisturbed
+
+
+def counts_steps(script: Script, *_: int) -> None:
+    script.count += 1
+
+
+@pytest.mark.parametrize("loops", ["epochs", "steps"])
+@pytest.mark.parametrize("stops", [7, 10])
+def test_a_count_of_steps_that_begins_again_is_told_of(tmp_path: Path, stops: int, loops: str) -> None:
+    script, script_again = Script(tmp_path, loops=loops, count=6), Script(tmp_path, loops=loops, count=6)
+    script.body = script_again.body = counts_steps
+    script.run(stops)
+    with pytest.warns(RuntimeWarning, match=r"'self\.count' counts the steps since the resume") as told:
+        script_again.run()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def counts_all(script: Script, *_: int) -> None:
+    script.count = script.state.step + 1
+
+
+def counts_in_the_epoch(script: Script, _epoch: int, number: int) -> None:
+    script.count = number + 1
+
+
+@pytest.mark.parametrize("body", [counts_all, counts_in_the_epoch])
+@pytest.mark.parametrize("stops", [1, 4, 5, 7, 9])
+def test_a_count_that_goes_on_or_is_that_of_the_batch_is_not_told_of(tmp_path: Path, body: Any, stops: int) -> None:
+    script, script_again = Script(tmp_path, count=6), Script(tmp_path, count=6)
+    script.body = script_again.body = body
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(stops)
+        script_again.run()
 
 
 # --- weights that a resume has restored -------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ restored state: they are put back when the loop begins.
 
 `ResumedWeights` notices code that changes the weights that a resume has restored.
 
-`Whereabouts` notices a loop that goes over `range(n)` instead of `state.epochs(n)`.
+`Whereabouts` notices a loop that goes over `range(n)` instead of `state.epochs(n)`, `OwnCounts` a variable in which the
+script counts steps.
 
 It looks at options and gradients only, in the first step and at the end of such an epoch. Code that computes a rate
 from the epoch or from the step changes nothing when it runs again, or sets the rate in each step: that is no mistake.
@@ -32,7 +33,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ Options = list[dict[str, float]]
 """The numbers among the options of all parameter groups."""
 STEPS_UNTIL_ASKED = 2
 """The number of steps after which a script has asked where it is, or never does."""
+LOOKS_AT_COUNTS = 3
+"""The number of steps in which a variable has to follow the steps since the resume."""
+STEPS_MIN = 8
+"""Fewest steps since the resume after which variables are looked at."""
 
 
 class Reentry:
@@ -196,6 +201,56 @@ class Whereabouts:
                 stacklevel=4,
             )
         return False
+
+
+class OwnCounts:
+    """Variables of a script that count the steps since the resume, instead of those of the training.
+
+    The number of a batch in its epoch does so, too, until the epoch ends. So they are looked at in the first steps of
+    the next epoch."""
+
+    def __init__(self, step: int, epoch: int) -> None:
+        """`step`, `epoch`: those of the resume."""
+        self._from = step
+        self._epoch = epoch
+        self._complete = 0
+        """The number of optimizer steps since the resume."""
+        self._names: set[str] = set()
+        self._left = LOOKS_AT_COUNTS
+        """The number of steps in which variables are still to be looked at."""
+
+    def at_step(self, frame: FrameType, step: int, epoch: int) -> bool:
+        """Look at the variables of the training loop, in the script's `frame`, after a step. Returns whether to look
+        after more steps."""
+        self._complete += 1
+        since = step - self._from
+        if self._from < LOOKS_AT_COUNTS:  # both numbers are too near to each other
+            return False
+        if self._left == LOOKS_AT_COUNTS and (epoch == self._epoch or self._complete < STEPS_MIN):
+            self._epoch = epoch  # after few steps the number of a batch would be too near: the next epoch tells more
+            return True
+        counts = [*range(since - 1, since + 2), *range(self._complete - 1, self._complete + 2)]
+        found = {name for name, each in variables_in(frame).items() if type(each) is int and each in counts}
+        self._names = found if self._left == LOOKS_AT_COUNTS else self._names & found
+        self._left -= 1
+        if self._left == 0 and self._names:
+            warnings.warn(
+                f"holdfast: {min(self._names)!r} counts the steps since the resume, and not those of the training, of "
+                f"which there are {step}: it has begun again. If it decides anything in training, or is the step of a "
+                "log, set it from state.step.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return self._left > 0
+
+
+def variables_in(frame: FrameType) -> dict[str, Any]:
+    """The variables that code in this frame of a script sees, and the attributes of its `self`; empty: the frame is of
+    an integration into another library."""
+    if frame.f_globals.get("__name__", "").startswith("holdfast."):
+        return {}
+    attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
+    return {**frame.f_globals, **frame.f_locals, **{f"self.{name}": each for name, each in attributes.items()}}
 
 
 def is_cycled(loader: Any) -> bool:

@@ -53,7 +53,7 @@ from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import not_exchanged
-from holdfast.train.reentry import Whereabouts
+from holdfast.train.reentry import OwnCounts, Whereabouts
 from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.save import ALONE_SAVE, Pruner, SaveRules, Saving
 from holdfast.train.snapshots import folder as folders
@@ -177,6 +177,9 @@ class Snapshots:
 
     _whereabouts: Whereabouts | None = None
     """Looks whether the script asks where it goes on after a resume; None: it was looked at."""
+
+    _counts: OwnCounts | None = None
+    """Looks for variables of the script that count steps, after a resume; None: it was looked for."""
 
     _joined = False
     """Whether this process has joined ranks that went on, in place of a lost one."""
@@ -378,6 +381,7 @@ class Snapshots:
             self._whereabouts = self._tracker.whereabouts(resumed)
         if resumed is not None and choice == Choice() and peers.rank == 0:  # otherwise the script fills in the rest
             self._tracker.note_resumed()
+            self._counts = OwnCounts(self._tracker.step, self._tracker.epoch_of_script())
         self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
@@ -731,7 +735,7 @@ class Snapshots:
             self._life.losses.step(self._tracker.step, metrics, stepped=stepped)
         if self._untracked is not None and (text := self._untracked.at_step()):
             self._note_untracked_data(text)
-        self._look_at_generators()
+        self._look_at_variables()
         if self._whereabouts is not None and not self._whereabouts.at_step():
             self._whereabouts = None
         if not self._tracker.numbers.idle:
@@ -750,9 +754,14 @@ class Snapshots:
         if begun_again and (self._joined or (self._peers is not None and self._peers.rank == 0)):
             warnings.warn(f"holdfast: {begun_again}", RuntimeWarning, stacklevel=4)
 
-    def _look_at_generators(self) -> None:
-        """Warn of a random generator of the script's own."""
-        name = self._generators.at_step(sys._getframe(3), self._tracker.others.values())
+    def _look_at_variables(self) -> None:
+        """Warn of a variable of the training loop that begins again after a resume: a random generator, a count."""
+        frame = sys._getframe(3)
+        if self._counts is not None and not self._counts.at_step(
+            frame, self._tracker.step, self._tracker.epoch_of_script()
+        ):
+            self._counts = None
+        name = self._generators.at_step(frame, self._tracker.others.values())
         if name and self._peers is not None and self._peers.rank == 0:
             warnings.warn(OWN_GENERATOR.format(name), RuntimeWarning, stacklevel=4)
 

@@ -584,6 +584,11 @@ class Tracker:
         """The epochs of the script, and of the loaders and samplers of the training."""
         return [self.state.epoch, *(each.epoch for each in self._positions())]
 
+    def epoch_of_script(self) -> int:
+        """The epoch of the loop over `epochs()`; outside of one, that of the only loader of the training."""
+        positions = self._positions()
+        return self.state.epoch if self.state._in_body or len(positions) != 1 else positions[0].epoch
+
     def _positions(self) -> list[Position]:
         """The positions of the loaders and samplers of the training."""
         goes_on = (each for each in self.others.values() if isinstance(getattr(each, "_position", None), Position))

@@ -42,6 +42,7 @@ from holdfast.protocol.errors import TrackingError
 from holdfast.train import torch_private
 from holdfast.train.data.datasets import EVERYWHERE, GENERATORS, Generator, Seeded, state_of
 from holdfast.train.guards import replaced
+from holdfast.train.reentry import variables_in
 
 STEPS = 3
 """An iterator belongs to the training loop if the same number of batches was taken between two steps this often in a
@@ -326,11 +327,9 @@ class UntrackedGenerators:
 
 def _generators_in(frame: FrameType, tracked: Iterable[Any]) -> dict[str, tuple[Generator, int, str]]:
     known = {id(one) for each in tracked for one in _attributes(each)} | {id(each) for each in EVERYWHERE}
-    attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
-    variables = {**frame.f_globals, **frame.f_locals, **{f"self.{name}": each for name, each in attributes.items()}}
     return {
         name: (each, each.initial_seed() if isinstance(each, torch.Generator) else 0, state_of(each))
-        for name, each in variables.items()
+        for name, each in variables_in(frame).items()
         if isinstance(each, GENERATORS) and id(each) not in known
     }
 
