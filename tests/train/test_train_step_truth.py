@@ -403,6 +403,36 @@ def test_a_loop_over_a_loader_that_is_not_tracked_is_noticed(training: Training)
     assert torch.utils.data.DataLoader.__iter__ is not begin, "torch's own function is back"
 
 
+@pytest.mark.parametrize("asks", ["should_stop", "should_save", ""])
+def test_one_that_is_saved_between_epochs_is_noticed_at_another_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = ht.SnapshotOptions(exit_on_stop=False)
+    with ht.Snapshots(tmp_path / "runs", every=None, memory_every=None, options=options) as snaps:
+        state = snaps.track(model=model, optimizer=optimizer)
+        snaps.resume()
+
+        def epoch() -> None:
+            for rows in torch.utils.data.DataLoader(Rows(), 4):
+                model(rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snaps.step()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in state.epochs(2, save=True):
+                epoch()
+        if asks:
+            monkeypatch.setattr(f"holdfast.worker.{asks}", lambda: True)
+        with pytest.warns(RuntimeWarning, match="a torch DataLoader that is not tracked") as told:
+            epoch() if asks else snaps.save()
+        assert len(told) == 1
+        assert told[0].filename == __file__
+
+
 def test_a_pass_that_had_begun_before_track_is_noticed(tmp_path: Path) -> None:
     batches = iter(torch.utils.data.DataLoader(Rows(), 4))
     following = torch.utils.data.dataloader._BaseDataLoaderIter.__next__

@@ -67,6 +67,7 @@ from holdfast.train.surviving_snapshots import RemakingCall, SurvivingCall
 from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import (
+    NOT_TRACKED,
     OWN_GENERATOR,
     UntrackedData,
     UntrackedGenerators,
@@ -177,6 +178,9 @@ class Snapshots:
 
     _whereabouts: Whereabouts | None = None
     """Looks whether the script asks where it goes on after a resume; None: it was looked at."""
+
+    _position_unknown = ""
+    """A warning about the loader of the training loop, for the first save that may be within an epoch; empty: none."""
 
     _counts: OwnCounts | None = None
     """Looks for variables of the script that count steps, after a resume; None: it was looked for."""
@@ -313,7 +317,7 @@ class Snapshots:
             self._passes = ContinuedPasses(self._tracker.others.values, self._tracker.note_pass)
             self.state._pending = lambda: self._pending.now() is WherePending.HERE
         # It replaces the same function of torch as the line above, and has to be called before that.
-        if self._untracked is None and self._schedule.within_epochs:
+        if self._untracked is None:
             self._tracker.looks_for_cycles = True
             self._untracked = UntrackedData(self._tracker.others.values)
         return self.state
@@ -725,6 +729,7 @@ class Snapshots:
         finally:
             self._at_safe_point = None
         if stops:
+            self._warn_of_position(stacklevel=3)
             self._drain(saving, pending=pending is WherePending.HERE)
             return
         self._save_if_due(saving, pending=pending is WherePending.HERE)
@@ -768,12 +773,21 @@ class Snapshots:
     def _note_untracked_data(self, text: str) -> None:
         if self._survivor is not None:
             self._survivor.withdraw("the training loop is over a loader whose position is not tracked")
-        if self._peers is not None and self._peers.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        self._position_unknown = text
+        if self._schedule.within_epochs or text is not NOT_TRACKED:  # the others are wrong at an epoch's end, too
+            self._warn_of_position(stacklevel=5)
+
+    def _warn_of_position(self, stacklevel: int) -> None:
+        """Warn, once, that the position in the epoch of the state that is saved is not known."""
+        text, self._position_unknown = self._position_unknown, ""
+        if text and self._peers is not None and self._peers.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
 
     def _save_if_due(self, saving: Saving, *, pending: bool) -> None:
         step, schedule = self._tracker.step, self._schedule
         self._save_wanted |= worker.should_save()
+        if self._save_wanted:
+            self._warn_of_position(stacklevel=4)
         durable = self._save_wanted or schedule.durable_due(step)
         if not durable and schedule.ask_due(step):
             durable, schedule.ask_at = saving.ask(step)
@@ -801,6 +815,7 @@ class Snapshots:
                 stacklevel=2,
             )
         self._check_background(saving)
+        self._warn_of_position(stacklevel=3)
         self._save(saving, durable=True, demanded=True)
         if wait:
             self._wait(saving)
