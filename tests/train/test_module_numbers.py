@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import holdfast.train as ht
 from holdfast.train.module_numbers import FIRST_STEPS, ModuleNumbers
-from holdfast.train.tracked import TrackedModel
+from holdfast.train.tracked import TrackedModel, TrackedOptimizer
 
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.usefixtures("own_staging")]
 
@@ -87,8 +87,18 @@ def life(numbers: ModuleNumbers, module: Any, change: Change, steps: range) -> l
     return [*filter(None, texts)]
 
 
-def numbers_of(module: nn.Module) -> ModuleNumbers:
-    numbers = ModuleNumbers([TrackedModel("model", module)])
+class Steps(torch.optim.SGD):
+    """An optimizer of the program's own."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Parameter(torch.ones(1))])
+        self.number = 1.0
+
+
+def numbers_of(owner: nn.Module | Steps) -> ModuleNumbers:
+    models = [TrackedModel("model", owner)] if isinstance(owner, nn.Module) else []
+    optimizers = [] if isinstance(owner, nn.Module) else [TrackedOptimizer("optimizer", owner, models)]
+    numbers = ModuleNumbers(models, optimizers)
     numbers.begin()
     return numbers
 
@@ -106,6 +116,12 @@ def told(change: Change, *, until: int, module: Callable[[], Any] = Net) -> list
 @pytest.mark.parametrize("until", [STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH + 5, 2 * STEPS_PER_EPOCH])
 def test_a_number_that_begins_again_is_told_once(change: Change, until: int) -> None:
     assert [each.split()[0] for each in told(change, until=until)] == ["model.number"]
+
+
+def test_a_number_in_an_optimizer_that_begins_again_is_told_once() -> None:
+    (text,) = told(decays, until=STEPS_PER_EPOCH + 5, module=Steps)
+    assert text.startswith("optimizer.number had come to 0.277")
+    assert "keep it in param_groups" in text
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ Snapshot = tuple[dict[str, Any] | None, int]
 class FetchAhead:
     """In place of torch's loader: draws `depth` batches before the first is handed out, as loader workers do."""
 
+    persistent_workers = False
+
     def __init__(self, loader: DataLoader, depth: int) -> None:
         self._batches, self._source, self._depth = loader._batches, loader._torch.dataset, depth
 

@@ -123,6 +123,42 @@ def test_steps_of_several_batches_do_not_look_like_reading_ahead(taken):
             made.trained()
 
 
+class Graded(torch.utils.data.Dataset):
+    """It becomes harder with the epoch."""
+
+    def __init__(self):
+        self.epoch = self.calls = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.calls += 1
+        return index * 10**self.epoch
+
+
+def test_a_dataset_that_changes_behind_persistent_worker_processes_is_noticed():
+    dataset = Graded()
+    made = DataLoader(Subset(dataset, range(4)), 2, num_workers=1, persistent_workers=True)
+    assert torch.cat(list(made)).tolist() == [0, 1, 2, 3]
+    dataset.epoch = 1
+    with pytest.warns(ht.GuardWarning, match=r"'epoch' of the dataset has changed") as told:
+        read = [*made, *made]
+    assert torch.cat(read).tolist() == [0, 1, 2, 3] * 2
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(("persistent", "epochs"), [(True, 0), (False, 1)])
+def test_a_dataset_that_workers_have_as_it_is_is_not(persistent, epochs):
+    dataset = Graded()
+    made = DataLoader(dataset, 2, num_workers=1, persistent_workers=persistent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert torch.cat(list(made)).tolist() == [index * 10**dataset.epoch for index in range(4)]
+            dataset.epoch += epochs
+
+
 def test_a_loop_left_by_break_goes_on_where_it_was():
     data = loader()
     trained = []

@@ -354,6 +354,48 @@ def test_reading_in_the_training_process_leaves_its_generators_alone():
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 
 
+class Flip:
+    """A transform with a generator of its own."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, _value):
+        return torch.rand((), generator=self.generator).item()
+
+
+class DrawsByItself(Augmented):
+    """It draws from its own generators, also from those of its transforms."""
+
+    def __init__(self):
+        self.rows = [object() for _ in range(1000)]
+        self.random, self.numpy, self.older = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+        self.itself = self
+        self.transforms = {"flip": [Flip(torch.Generator()), Flip(torch.Generator())]}
+
+    def __getitem__(self, index):
+        numbers = self.random.random(), self.numpy.random(), self.older.rand(), random.random()
+        return (index, *numbers, *(flip(index) for flip in self.transforms["flip"]))
+
+
+def test_a_datasets_own_generators_are_seeded_too():
+    one = seen(DrawsByItself())
+    assert len({value for sample in one.values() for value in sample}) == 24 * 6
+    assert one == seen(DrawsByItself(), world=3, batch_size=5) == seen(DrawsByItself(), workers=2)
+    assert all(one[index] != other for index, other in seen(DrawsByItself(), epoch=1).items())
+
+
+def test_reading_in_the_training_process_leaves_the_datasets_own_generators_alone():
+    """The training may draw from them, too."""
+
+    def drawn(dataset):
+        return dataset.random.random(), dataset.numpy.random(), dataset.older.rand(), dataset.transforms["flip"][0](0)
+
+    dataset = DrawsByItself()
+    list(DataLoader(dataset, 4, collate_fn=list))
+    assert drawn(dataset) == drawn(DrawsByItself())
+
+
 def test_without_seeding_the_dataset_draws_from_the_trainers_generators():
     random.seed(1)
     first = random.random()

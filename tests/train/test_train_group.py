@@ -268,6 +268,7 @@ SILENT = {
     "saved_to_memory",
     "accumulated_well",
     "no_sync_by_hand",
+    "a_closure_that_clears",
     "two_passes_one_backward",
     "something_unused",
     "loss_reduced",
@@ -295,6 +296,16 @@ def draw(sampler: DistributedSampler, times: int) -> None:
 @pytest.fixture
 def sampler() -> DistributedSampler:
     return DistributedSampler(range(6), num_replicas=2, rank=0)
+
+
+def test_iterators_from_which_nothing_is_drawn_are_no_passes(sampler) -> None:
+    """torchdata's loader makes three for the rest of an epoch, and draws from the last one."""
+    with guarded(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            *_, drawn = iter(sampler), iter(sampler), iter(sampler)
+            assert len(list(drawn)) == 3
 
 
 def test_a_warning_says_the_fix_and_how_to_switch_it_off(sampler) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,19 +24,26 @@ EPOCHS, BATCHES = 3, 5
 class Script:
     """A training of 5 batches per epoch, that may be left and started again."""
 
-    def __init__(self, folder: Path, *, sampler: bool = False) -> None:
+    def __init__(self, folder: Path, *, sampler: bool = False, loops: str = "epochs", count: int = EPOCHS) -> None:
+        """`loops`: over epochs, or until a number of steps. `count`: the number of epochs."""
+        self.count, self.epochs_count = 0, count
         self.folder = folder
         self.sampler = sampler
+        self.loops = loops
+        self.resumed: Callable[[Script], object] = lambda _: None
+        """Code after the resume."""
         self.start: Callable[[Script, int], object] = lambda *_: None
         """Code before the loop over the loader, of this epoch."""
         self.body: Callable[[Script, int, int], object] = lambda *_: None
         """Code in that loop, of this epoch and number in `enumerate`, before the optimizer's step."""
+        self.end: Callable[[Script, int], object] = lambda *_: None
+        """Code after that loop, of this epoch."""
         self.steps_optimizer: Callable[[Script, int], object] = lambda *_: True
 
-    def run(self, stops: int = EPOCHS * BATCHES) -> list[float]:
+    def run(self, stops: int = 0) -> list[float]:
         """Train until this step. Returns the rates of all steps of this life."""
         rates = []
-        model = nn.Linear(2, 1)
+        model = self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         rows = torch.ones(4 * BATCHES, 2)
         if self.sampler:
@@ -45,7 +54,8 @@ class Script:
         with ht.Snapshots(self.folder, every=None, memory_every=None) as snaps:
             self.state = snaps.track(model=model, optimizer=self.optimizer, data=data)
             snaps.resume()
-            for epoch in self.state.epochs(EPOCHS):
+            self.resumed(self)
+            for epoch in self.epochs():
                 self.start(self, epoch)
                 for number, batch in enumerate(self.loader):
                     self.body(self, epoch, number)
@@ -58,7 +68,14 @@ class Script:
                     if self.state.step == stops:
                         snaps.save(wait=True)
                         return rates
+                self.end(self, epoch)
         return rates
+
+    def epochs(self) -> Iterator[int]:
+        if self.loops == "epochs":
+            yield from self.state.epochs(self.epochs_count)
+        while self.state.step < self.epochs_count * BATCHES:
+            yield self.state.step // BATCHES
 
     def set_rate(self, rate: float) -> None:
         self.optimizer.param_groups[0]["lr"] = rate
@@ -134,6 +151,170 @@ def test_gradients_that_a_resumed_epoch_leaves_are_told_of(tmp_path: Path) -> No
     with pytest.warns(RuntimeWarning, match=r"epoch 0 went on .* loader\.batch_number") as told:
         script.run()
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("stops", [5, 7], ids=["none is left", "within the epoch"])
+def test_a_mean_over_the_rest_of_an_epoch_is_told_of(tmp_path: Path, stops: int) -> None:
+    script = Script(tmp_path)
+    script.end = lambda each, _: len(each.loader)
+    script.run(stops)
+    with pytest.warns(RuntimeWarning, match=r"code after its loop has asked for len\(loader\)") as told:
+        script.run()
+    assert len(told) == 1
+
+
+def test_a_length_that_is_asked_for_elsewhere_is_not_told_of(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start = lambda each, _: len(each.loader)
+    script.body = lambda each, *_: len(each.loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(7)
+        script.run(9)
+        script.end = lambda each, epoch: epoch == 2 and len(each.loader)  # that epoch is a whole one
+        script.run()
+
+
+@pytest.mark.parametrize("sampler", [False, True], ids=["loader", "sampler"])
+def test_code_before_a_loop_that_runs_again_leaves_random_numbers_alone(tmp_path: Path, *, sampler: bool) -> None:
+    drawn: dict[int, tuple[float, float, float]] = {}
+
+    def draw(script: Script, *_: int) -> None:
+        numbers = torch.rand(()).item(), random.random(), float(np.random.random())
+        assert drawn.setdefault(script.state.step, numbers) == numbers
+
+    def seed(_: Script, epoch: int) -> None:
+        torch.manual_seed(epoch)
+        np.random.seed(epoch)
+        random.random()
+
+    script, undisturbed = Script(tmp_path / "a", sampler=sampler), Script(tmp_path / "b", sampler=sampler)
+    for each in (undisturbed, script):
+        each.body, each.start = draw, seed
+    state = random.getstate()
+    undisturbed.run()
+    random.setstate(state)
+    script.run(7)
+    script.run()
+    assert len(drawn) == EPOCHS * BATCHES
+
+
+@pytest.mark.parametrize("stops", [1, 2, -2, 3, 4])
+def test_code_between_two_loops_of_an_epoch_may_draw_and_change_weights(tmp_path: Path, stops: int) -> None:
+    """If the state is from the end of the first loop, that code has not run yet. -2: it is saved after that loop."""
+
+    def life(folder: Path, steps: int) -> dict[int, float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = ht.DataLoader(torch.ones(8, 2), 4), ht.DataLoader(torch.ones(8, 2), 4)
+        drawn = {}
+        with ht.Snapshots(folder, every=None) as snaps:
+            state = snaps.track(model=model, optimizer=optimizer, first=first, second=second)
+            if snaps.resume() is None:
+                torch.manual_seed(7)
+            for _ in state.epochs(2):
+                for loader in (first, second):
+                    for batch in loader:
+                        model(batch).sum().backward()
+                        drawn[state.step] = torch.rand(()).item()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        snaps.step()
+                        if state.step == steps:
+                            snaps.save(wait=True)
+                            return drawn
+                    if loader is first and state.step == -steps:
+                        snaps.save(wait=True)
+                        return drawn
+                    if loader is first and second.cursor == 0:
+                        torch.rand(3)
+                        with torch.no_grad():
+                            model.weight.add_(1)
+        return drawn
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        undisturbed = life(tmp_path / "a", 0)
+        assert life(tmp_path / "b", stops) | life(tmp_path / "b", 0) == undisturbed
+
+
+def counts_steps(script: Script, *_: int) -> None:
+    script.count += 1
+
+
+@pytest.mark.parametrize("loops", ["epochs", "steps"])
+@pytest.mark.parametrize("stops", [7, 10])
+def test_a_count_of_steps_that_begins_again_is_told_of(tmp_path: Path, stops: int, loops: str) -> None:
+    script, script_again = Script(tmp_path, loops=loops, count=6), Script(tmp_path, loops=loops, count=6)
+    script.body = script_again.body = counts_steps
+    script.run(stops)
+    with pytest.warns(RuntimeWarning, match=r"'self\.count' counts the steps since the resume") as told:
+        script_again.run()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def counts_all(script: Script, *_: int) -> None:
+    script.count = script.state.step + 1
+
+
+def counts_in_the_epoch(script: Script, _epoch: int, number: int) -> None:
+    script.count = number + 1
+
+
+@pytest.mark.parametrize("body", [counts_all, counts_in_the_epoch])
+@pytest.mark.parametrize("stops", [1, 4, 5, 7, 9])
+def test_a_count_that_goes_on_or_is_that_of_the_batch_is_not_told_of(tmp_path: Path, body: Any, stops: int) -> None:
+    script, script_again = Script(tmp_path, count=6), Script(tmp_path, count=6)
+    script.body = script_again.body = body
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(stops)
+        script_again.run()
+
+
+# --- weights that a resume has restored -------------------------------------------------------------------------------
+
+
+def load_checkpoint(script: Script, *_: int) -> None:
+    with torch.no_grad():
+        script.model.weight.fill_(3.0)
+
+
+@pytest.mark.parametrize("sampler", [False, True], ids=["loader", "sampler"])
+@pytest.mark.parametrize("place", ["resumed", "start"])
+@pytest.mark.parametrize("loops", ["epochs", "steps"])
+def test_weights_that_code_after_the_resume_sets_again_are_told_of(
+    tmp_path: Path, place: str, loops: str, *, sampler: bool
+) -> None:
+    script = Script(tmp_path, sampler=sampler, loops=loops)
+    script.run(7)
+    setattr(script, place, load_checkpoint)
+    with pytest.warns(RuntimeWarning, match=r"code after resume\(\) has changed the weights of model ") as told:
+        script.run()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def test_weights_that_are_set_after_a_resume_at_an_epochs_end_are_told_of(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.run(5)
+    script.resumed = load_checkpoint
+    with pytest.warns(RuntimeWarning, match=r"code after resume\(\) has changed the weights of model ") as told:
+        script.run()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("stops", [5, 7])
+def test_weights_that_belong_to_an_epochs_end_are_not_told_of(tmp_path: Path, stops: int) -> None:
+    """A resume from a state before that code runs it, and the start of the next epoch may change weights, too."""
+    script = Script(tmp_path)
+    script.end = load_checkpoint
+    script.start = lambda each, epoch: load_checkpoint(each) if epoch == 2 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.run(stops)
+        script.run()
 
 
 def test_the_number_of_a_batch_goes_on_after_a_resume(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 import weakref
@@ -11,10 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -33,6 +37,7 @@ from holdfast.train.save import POSTPONED_MAX, image
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice
 from holdfast.train.unnoticed_writes import ValueProbe
+from holdfast.train.untracked import UntrackedGenerators
 from tests.warm import Warm
 
 PENDING_RANKS = Path(__file__).parent / "scripts" / "pending_ranks.py"
@@ -398,6 +403,69 @@ def test_a_loop_over_a_loader_that_is_not_tracked_is_noticed(training: Training)
     assert torch.utils.data.DataLoader.__iter__ is not begin, "torch's own function is back"
 
 
+def test_a_loader_that_only_the_loop_holds_is_noticed(training: Training) -> None:
+    with pytest.warns(RuntimeWarning, match="a torch DataLoader that is not tracked"):
+        loop(training, (rows for rows in torch.utils.data.DataLoader(Rows(), 4)))
+
+
+@pytest.mark.parametrize("asks", ["should_stop", "should_save", ""])
+def test_one_that_is_saved_between_epochs_is_noticed_at_another_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = ht.SnapshotOptions(exit_on_stop=False)
+    with ht.Snapshots(tmp_path / "runs", every=None, memory_every=None, options=options) as snaps:
+        state = snaps.track(model=model, optimizer=optimizer)
+        snaps.resume()
+
+        def epoch() -> None:
+            for rows in torch.utils.data.DataLoader(Rows(), 4):
+                model(rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snaps.step()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in state.epochs(2, save=True):
+                epoch()
+        if asks:
+            monkeypatch.setattr(f"holdfast.worker.{asks}", lambda: True)
+        with pytest.warns(RuntimeWarning, match="a torch DataLoader that is not tracked") as told:
+            epoch() if asks else snaps.save()
+        assert len(told) == 1
+        assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("seeds", "warned"), [(lambda _: None, True), (lambda epoch: epoch, False), (lambda _: 7, False)]
+)
+def test_an_order_of_its_own_is_noticed_unless_it_is_seeded_in_each_epoch(
+    tmp_path: Path, seeds: Callable[[int], int | None], warned: bool
+) -> None:
+    """The recipe of torch's page on reproducibility has such a generator."""
+    model, generator = nn.Linear(3, 2), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        ht.Snapshots(tmp_path / "runs", every=None, memory_every=None) as snaps,
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        state = snaps.track(model=model, optimizer=optimizer)
+        snaps.resume()
+        for epoch in state.epochs(4, save=True):
+            if (seed := seeds(epoch)) is not None:
+                generator.manual_seed(seed)
+            for rows in torch.utils.data.DataLoader(Rows(), 4, shuffle=True, generator=generator):
+                model(rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snaps.step()
+    found = [each for each in told if "draws its order from a random generator of its own" in str(each.message)]
+    assert [each.filename for each in found] == [__file__] * warned
+
+
 def test_a_pass_that_had_begun_before_track_is_noticed(tmp_path: Path) -> None:
     batches = iter(torch.utils.data.DataLoader(Rows(), 4))
     following = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
@@ -439,6 +507,220 @@ def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None
         warnings.simplefilter("error")
         loop(training, Whole())
     training.snaps.close()
+
+
+class Positioned:
+    """A position that a script keeps for itself, from which it goes on."""
+
+    def __init__(self) -> None:
+        self.start = self.epoch = 0
+
+    def numbers(self) -> Iterator[int]:
+        self.epoch += 1
+        while self.start < 32:
+            self.start += 1
+            yield self.start - 1
+        self.start = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self.start, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["start"]
+
+
+class OwnOrder(Positioned, torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return self.numbers()
+
+
+class OwnBatches(Positioned, torch.utils.data.Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(list, zip(*[self.numbers()] * 4, strict=False))
+
+
+class OwnStream(Positioned, torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((3,), float(number)) for number in self.numbers())
+
+
+class CountedOrder(OwnOrder):
+    """It counts what is trained, as each `snaps.step()` tells it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, 32))
+
+    def trained(self) -> None:
+        self.start += 4
+
+
+class OwnEpochs(OwnOrder):
+    """It keeps the epoch alone."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+
+def loader_over(own: Positioned, workers: int) -> torch.utils.data.DataLoader[torch.Tensor]:
+    if isinstance(own, OwnStream):
+        return torch.utils.data.DataLoader(own, 4, num_workers=workers)
+    if isinstance(own, OwnBatches):
+        return torch.utils.data.DataLoader(Rows(), batch_sampler=own, num_workers=workers)
+    assert isinstance(own, OwnOrder)
+    return torch.utils.data.DataLoader(Rows(), 4, sampler=own, num_workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (OwnOrder, "the tracked OwnOrder is drawn ahead"),
+        (OwnBatches, "the tracked OwnBatches is drawn ahead"),
+        (OwnStream, "the tracked OwnStream is read in copies"),
+    ],
+)
+def test_a_position_that_worker_processes_make_wrong_is_noticed(
+    tmp_path: Path, kind: type[Positioned], told: str
+) -> None:
+    own = kind()
+    training = Training(tmp_path / "runs", data=own)
+    with pytest.warns(RuntimeWarning, match=told) as warned:
+        loop(training, loader_over(own, workers=1))
+    assert len(warned) == 1
+    training.snaps.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [(OwnOrder, 0), (OwnBatches, 0), (OwnStream, 0), (CountedOrder, 1), (OwnEpochs, 1)],
+)
+def test_a_position_that_is_right_is_not(tmp_path: Path, kind: type[Positioned], workers: int) -> None:
+    own = kind()
+    training = Training(tmp_path / "runs", data=own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(training, loader_over(own, workers))
+    training.snaps.close()
+
+
+def packed(loader: Any) -> Iterator[torch.Tensor]:
+    """Rows of several batches together, of which some wait for the next one."""
+    waiting = torch.empty(0, 3)
+    for rows in loader:
+        waiting = torch.cat([waiting, rows])
+        while len(waiting) >= 3:
+            yield waiting[:3]
+            waiting = waiting[3:]
+
+
+def repeated(loader: Any) -> Iterator[torch.Tensor]:
+    return itertools.chain.from_iterable([rows, rows] for rows in loader)
+
+
+@pytest.mark.parametrize("steps_of", [packed, repeated])
+def test_several_steps_with_one_batch_are_noticed(tmp_path: Path, steps_of: Any) -> None:
+    loader = ht.DataLoader(Rows(), 4)
+    training = Training(tmp_path / "runs", loader=loader)
+    with pytest.warns(GuardWarning, match="again before the loop took another batch") as told:
+        loop(training, steps_of(loader))
+    assert len(told) == 1
+    training.snaps.close()
+
+
+def test_one_step_with_each_batch_is_not(tmp_path: Path) -> None:
+    """Also if the script counts it first, if a second loader gives a batch only now and then, and after a pass."""
+    loader, second = ht.DataLoader(Rows(), 4), ht.DataLoader(Rows(), 4)
+    training = Training(tmp_path / "runs", loader=loader, second=second)
+
+    def batches() -> Iterator[torch.Tensor]:
+        others = iter(second)
+        for number, rows in enumerate(loader):
+            loader.trained()
+            yield rows if number % 4 else next(others)
+        yield rows
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            loop(training, batches())
+    training.snaps.close()
+
+
+def steps_that_draw(training: Training, generator: Any, draw: Any, *, steps: int = 6) -> None:
+    for _ in range(steps):
+        draw(generator)
+        training.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.snaps.step()
+
+
+GENERATORS_AND_DRAWS = [
+    (torch.Generator, lambda each: torch.rand((), generator=each)),
+    (partial(np.random.default_rng, 1), lambda each: each.random()),
+    (partial(np.random.RandomState, 1), lambda each: each.rand()),
+    (partial(random.Random, 1), lambda each: each.random()),
+]
+
+
+@pytest.mark.parametrize(("make", "draw"), GENERATORS_AND_DRAWS)
+def test_a_generator_of_the_scripts_own_is_noticed(training: Training, make: Any, draw: Any) -> None:
+    with pytest.warns(RuntimeWarning, match=r"each step draws from 'generator', a random generator") as told:
+        steps_that_draw(training, make(), draw)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+class Noise:
+    """It keeps the state of its generator."""
+
+    def __init__(self, generator: random.Random) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.generator.getstate()[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.setstate((3, tuple(state["state"]), None))
+
+
+def test_one_that_is_saved_seeded_in_each_step_or_seldom_drawn_from_is_not(tmp_path: Path) -> None:
+    saved = random.Random(1)
+    training = Training(tmp_path / "runs", noise=Noise(saved))
+    numbers = itertools.count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.snaps._generators = UntrackedGenerators()
+        steps_that_draw(training, saved, lambda each: each.random())
+        for draw in (
+            lambda each: torch.rand((), generator=each.manual_seed(next(numbers))),
+            lambda each: next(numbers) % 2 and torch.rand((), generator=each),
+        ):
+            training.snaps._generators = UntrackedGenerators()
+            steps_that_draw(training, torch.Generator(), draw)
+    training.snaps.close()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["the module within is tracked", "tracked"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["halves", "PowerSGD"])
+def test_what_a_communication_hook_keeps_is_noticed(tmp_path: Path, *, keeps: bool, inside: bool) -> None:
+    with ht.process_group(device="cpu"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        net = nn.Linear(3, 2)
+        model = DistributedDataParallel(net)
+        if keeps:
+            model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+        else:
+            model.register_comm_hook(None, fp16_compress_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ht.Snapshots(tmp_path / "runs", every=None) as snaps:
+            snaps.track(model=model if inside else net, optimizer=optimizer)
+            snaps.resume()
+            for _ in range(2):
+                model(torch.randn(4, 3)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snaps.step()
+    assert [("keeps a PowerSGDState from step to step" in str(each.message)) for each in told] == [True] * keeps
 
 
 @pytest.mark.parametrize("left_after", [1, 3, 5, 9, 11])

@@ -260,3 +260,13 @@ def test_an_optimizer_that_cannot_be_saved_is_refused_at_once(
     model = net(1)
     with ht.Snapshots(tmp_path, every=None) as snaps, pytest.raises(TrackingError, match=text):
         snaps.track(model=model, optimizer=kind(model.parameters(), lr=0.1))  # type: ignore[call-arg]
+
+
+def test_a_metric_of_which_nothing_is_saved_is_refused_at_once(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metric = torchmetrics.MeanMetric()
+    with ht.Snapshots(tmp_path, every=None) as snaps:
+        with pytest.raises(TrackingError, match=r"MeanMetric is empty[^$]*mean\.persistent\(True\)"):
+            snaps.track(mean=metric)
+        metric.persistent(True)
+        snaps.track(mean=metric, loss=nn.MSELoss())

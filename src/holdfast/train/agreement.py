@@ -173,6 +173,8 @@ class Schedule:
         self._every_steps = every.steps
         self._timed = every.seconds is not None
         self._memory_every = memory_every
+        self.within_epochs = self._timed or every.steps is not None or memory_every is not None
+        """Whether states are saved in the middle of epochs."""
         self.ask_at = 1
         """The next step at which rank 0 is asked whether a save is due."""
         self.durable_step = 0

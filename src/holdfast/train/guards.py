@@ -114,9 +114,8 @@ class Guards:
 
         @functools.wraps(draw)
         def noted_draw(sampler: Any) -> Iterator[int]:
-            self._epochs.begins(sampler)
-            # `chain` passes the indices on at C's speed, and calls our note after the last one.
-            return itertools.chain(draw(sampler), self._epochs.ended(sampler))
+            # `chain` passes the indices on at C's speed, and calls our notes before the first and after the last one.
+            return itertools.chain(self._epochs.begins(sampler), draw(sampler), self._epochs.ended(sampler))
 
         @functools.wraps(set_epoch)
         def noted_set_epoch(sampler: Any, epoch: int) -> None:
@@ -152,8 +151,10 @@ class Guards:
     # --- what happens --------------------------------------------------------------------------------------------
 
     def before_forward(self, model: nn.Module) -> None:
-        if model in self._models:
+        watched = self._models.get(model)
+        if watched is not None:
             self._saves.training_goes_on(self._steps)
+            watched.passes.before_forward(model)
 
     def after_forward(self, model: nn.Module, output: Any) -> None:
         watched = self._models.get(model)

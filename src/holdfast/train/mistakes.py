@@ -30,6 +30,8 @@ UNSYNCED_STEPS = 3
 GradScaler has skipped."""
 AHEAD_STEPS = 3
 """The guard warns after this number of steps that took the same number of batches, and fewer than the first one."""
+STEPS_AGAIN = 2
+"""The guard warns after this number of steps without a batch of their own."""
 LOSS_DIFFERENCE_MAX = 1e-5
 """Largest relative difference of losses that may come from rounding."""
 
@@ -71,9 +73,10 @@ class StaleEpoch:
     def epoch_set(self, sampler: Any) -> None:
         self._passes[sampler] = 0
 
-    def begins(self, sampler: Any) -> None:
-        """Note that a pass begins. One pass that was left early may only show the data; a complete one, or two of them,
-        are training."""
+    def begins(self, sampler: Any) -> Iterator[int]:
+        """Note that a pass begins: this iterator gives no index, and runs before the first one. torchdata makes
+        iterators from which it draws nothing. One pass that was left early may only show the data; a complete one, or
+        two of them, are training."""
         if not sampler.shuffle:
             return
         passes = self._passes.get(sampler, 0)
@@ -84,6 +87,7 @@ class StaleEpoch:
                 "Call sampler.set_epoch(epoch) at the start of each epoch, or use holdfast.train.DataLoader.",
             )
         self._passes[sampler] = passes + 1
+        yield from ()
 
     def ended(self, sampler: Any) -> Iterator[int]:
         """Note that a pass was drawn to its end: this iterator gives no index, and runs after the last one."""
@@ -138,20 +142,26 @@ class LoneSave:
 
 
 class NoSync:
-    """The mistake of several backward passes of one model for one optimizer step, each with an all-reduce."""
+    """The mistake of several backward passes of one model for one optimizer step, each with an all-reduce.
+
+    Passes between which the gradients were let go of add nothing up: a closure of LBFGS, or the two passes of SAM."""
 
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
         self._backward_done = False
-        self._again = False
+        self._again = self._adds_up = False
         self._in_a_row = 0
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Note that a forward pass begins. Only now FSDP2's parameters have their gradients."""
+        self._adds_up = self._backward_done and any(each.grad is not None for each in model.parameters())
 
     def forward(self, model: nn.Module, output: Any) -> None:
         """Note a forward pass, after it was made."""
         if not (torch.is_grad_enabled() and model.training and _syncs(model)):
             return
         if self._backward_done:
-            self._again = True
+            self._again |= self._adds_up
             return
         first = _first_with_gradient(output)
         if first is not None:
@@ -177,11 +187,14 @@ class NoSync:
 
 class ReadAhead:
     """The mistake of a loop that asks a loader for the next batch before it trains the last one, as a prefetcher does:
-    the first step of a pass takes more batches than those after it."""
+    the first step of a pass takes more batches than those after it. The reverse has the same effect: several steps with
+    one batch, as in a loop that packs sequences, or repeats each batch."""
 
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
         self._warned = False
+        self._again = 0
+        """The number of steps without a batch of their own."""
         self.begin()
 
     def begin(self) -> None:
@@ -190,6 +203,18 @@ class ReadAhead:
 
     def batch(self) -> None:
         self._batches += 1
+
+    def stepped_again(self) -> None:
+        """Note a step after which the loop's body has the same batch as before: another use of it, or of what the loop
+        has put aside from it. One may be an accident."""
+        self._again += 1
+        if self._again == STEPS_AGAIN:
+            self._warn(
+                "read_ahead",
+                "snaps.step() was called again before the loop took another batch. The first of these calls counts the "
+                "batch as trained, so a resume after it leaves out the rest of what the loop does with that batch.\n"
+                "Call snaps.step() once per batch, after all of it.",
+            )
 
     def stepped(self) -> None:
         batches, self._batches = self._batches, 0

@@ -1,4 +1,5 @@
-"""Notices Python numbers in tracked modules that begin again after a resume, as `self.temperature *= 0.95` in forward.
+"""Notices Python numbers in tracked modules that begin again after a resume, as `self.temperature *= 0.95` in forward,
+and those in optimizers of the program's own.
 
 No state_dict() has them. But a script may also set such a number from the step, which is right, or let it follow the
 batch. So only these are looked at: attributes that training has moved in one direction in each of the first steps of a
@@ -8,10 +9,11 @@ is set from the step goes on; one that follows the batch, or is drawn, goes back
 A number of the batch within its epoch goes back at each epoch's end. So a resume that begins an epoch tells nothing,
 unless the number was seen to pass such an end.
 
-Modules of libraries count for themselves, and are left out. A number that is only for a log cannot be told from one
-that decides something, and a number may belong to a cache that the module has lost. So nothing is restored.
+Modules and optimizers of libraries count for themselves, and are left out. A number that is only for a log cannot be
+told from one that decides something, and a number may belong to a cache that the module has lost. So nothing is
+restored.
 
-Knows modules. Knows neither snapshots nor ranks.
+Knows modules and optimizers. Knows neither snapshots nor ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
+from torch.optim import Optimizer
 
 from holdfast.train import state_codec as codec
 from holdfast.train.switches import named_modules
-from holdfast.train.tracked import TrackedModel
+from holdfast.train.tracked import TrackedModel, TrackedOptimizer
+
+Owner: TypeAlias = nn.Module | Optimizer
+"""What has numbers as attributes."""
 
 FIRST_STEPS = 8
 """The number of steps in which a number has to move in one direction: one that is drawn in each does so in one of
@@ -40,9 +46,9 @@ epochs at the last step; whether the numbers were seen to pass an epoch's end.""
 class _Number:
     """An attribute that moves."""
 
-    def __init__(self, name: str, module: nn.Module, began: float, now: float) -> None:
+    def __init__(self, name: str, owner: Owner, began: float, now: float) -> None:
         self.name = name
-        self._module = module
+        self._owner = owner
         self.began, self.now = began, now
         """The value before the first step, and after the last one."""
         self.first = now
@@ -51,7 +57,7 @@ class _Number:
 
     def moves_on(self, *, strictly: bool) -> bool:
         """Look at it after a step. Returns whether it has moved on in its direction, or, if not `strictly`, stays."""
-        before, now = self.now, _number(vars(self._module).get(self.name.rpartition(".")[2]))
+        before, now = self.now, _number(vars(self._owner).get(self.name.rpartition(".")[2]))
         if now is None:
             return False
         self.now = now
@@ -59,11 +65,12 @@ class _Number:
 
 
 class ModuleNumbers:
-    """The numbers in the tracked models that training moves."""
+    """The numbers in the tracked models and optimizers that training moves."""
 
-    def __init__(self, models: Sequence[TrackedModel]) -> None:
-        """`models`: a list to which further ones may be added until `begin`."""
+    def __init__(self, models: Sequence[TrackedModel], optimizers: Sequence[TrackedOptimizer]) -> None:
+        """Both are lists to which further ones may be added until `begin`."""
         self._models = models
+        self._optimizers = optimizers
         self._began: dict[str, float] | None = None
         """All numbers before the first step, by name, until it is complete."""
         self._steps = 0
@@ -121,35 +128,44 @@ class ModuleNumbers:
     def _find(self, began: Mapping[str, float]) -> None:
         """Find the numbers that the first step has moved."""
         found: dict[tuple[type, str], _Number] = {}  # of several modules of a class one is enough
-        for name, module, now in self._all():
+        for name, owner, now in self._all():
             if began.get(name, now) != now:
-                kind = type(module), name.rpartition(".")[2]
-                found.setdefault(kind, _Number(name, module, began[name], now))
+                kind = type(owner), name.rpartition(".")[2]
+                found.setdefault(kind, _Number(name, owner, began[name], now))
         self._numbers = [*found.values()]
 
     def _begun_again(self, values: Mapping[str, Any]) -> str:
-        for name, _, now in self._all():
+        for name, owner, now in self._all():
             began, first, last = values.get(name, (now, now, now))
             if began != first and min(began, first) <= now <= max(began, first):
+                of_module = isinstance(owner, nn.Module)
+                saved = "make it a buffer (register_buffer)" if of_module else "keep it in param_groups"
                 return (
                     f"{name} had come to {last:.6g}, and is {now:.6g} after the first step since the resume: this "
-                    "Python number has begun again. No state_dict() has it. If it decides anything in training, make "
-                    "it a buffer (register_buffer), or set it from state.step in each step."
+                    "Python number has begun again. No state_dict() has it. If it decides anything in training, "
+                    f"{saved}, or set it from state.step in each step."
                 )
         return ""
 
-    def _all(self) -> Iterator[tuple[str, nn.Module, float]]:
-        """The numbers in the program's own modules, by the name `model.layer.attribute`, each with its module."""
+    def _all(self) -> Iterator[tuple[str, Owner, float]]:
+        """The numbers in the program's own modules and optimizers, by the name `model.layer.attribute`, each with its
+        owner."""
         origins: dict[type, tuple[bool, bool]] = {}
+        for path, owner in self._owners():
+            kind = type(owner)
+            own, within_library = origins.get(kind) or origins.setdefault(kind, _origin(kind))
+            for attribute, value in [*vars(owner).items()] if own else ():
+                number = _number(value)
+                # With an underscore it may be what a library's class keeps for itself (Lightning, torchmetrics).
+                if number is not None and not (within_library and attribute.startswith("_")):
+                    yield f"{path}.{attribute}", owner, number
+
+    def _owners(self) -> Iterator[tuple[str, Owner]]:
         for model in self._models:
             for path, module in named_modules(model.module):
-                kind = type(module)
-                own, within_library = origins.get(kind) or origins.setdefault(kind, _origin(kind))
-                for attribute, value in [*vars(module).items()] if own else ():
-                    number = _number(value)
-                    # With an underscore it may be what a library's class keeps for itself (Lightning, torchmetrics).
-                    if number is not None and not (within_library and attribute.startswith("_")):
-                        yield ".".join(filter(None, (model.name, path, attribute))), module, number
+                yield ".".join(filter(None, (model.name, path))), module
+        for each in self._optimizers:
+            yield each.name, each.optimizer
 
 
 def _number(value: Any) -> float | None:

@@ -42,6 +42,8 @@ ONE_SUM = 2
 """
 
 HOOKS_WITHOUT_STATE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+STATES_OF_HOOKS = ("PowerSGDState", "PostLocalSGDState")
+"""Classes of torch with what a communication hook keeps from step to step: errors of compression, a count."""
 WRAPPERS_OF_HOOKS = (
     "fp16_compress_wrapper.<locals>.fp16_compress_wrapper_hook",
     "bf16_compress_wrapper.<locals>.bf16_compress_wrapper_hook",
@@ -111,6 +113,15 @@ class Reducers:
         return self._built[number]
 
     # --- before training ---------------------------------------------------------------------------------------------
+
+    def kept_by_hook(self) -> str:
+        """The class of what a hook of torch's keeps from step to step; empty: none does. What a hook of the script's
+        own keeps cannot be seen."""
+        if torch_private.reducer_names_missing():
+            return ""
+        wrappers = [*self._wrappers, *_others_than(self._wrappers)]
+        states = (state for each in wrappers for _, state in torch_private.comm_hooks(each))
+        return next((kind for each in states if (kind := type(each).__name__) in STATES_OF_HOOKS), "")
 
     def why_not(self) -> str:
         """A sentence that says why these models cannot be carried into another world; empty: they can."""

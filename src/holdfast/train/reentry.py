@@ -7,11 +7,19 @@ habits are then wrong, in silence:
   code between two loops over epochs, when the first one has no epoch left.
 - `enumerate(loader)` counts from 0 again, so that `i + 1 == len(loader)` never comes true, and the gradients of the
   last batches wait for an optimizer step that nobody makes.
+- A sum over the epoch's batches begins again, too, and `running / len(loader)` after the loop divides the sum over the
+  rest by the number of all.
 - `itertools.cycle(loader)` keeps the batches of one pass and repeats them: the rest of a pass has few, or none.
 
-`Whereabouts` notices a loop that goes over `range(n)` instead of `state.epochs(n)`.
+Code before the loop that draws or seeds random numbers is right to run again, but the next step draws those of the
+restored state: they are put back when the loop begins.
 
-It only looks at options and gradients, in the first step and at the end of such an epoch. Code that computes a rate
+`ResumedWeights` notices code that changes the weights that a resume has restored.
+
+`Whereabouts` notices a loop that goes over `range(n)` instead of `state.epochs(n)`, `OwnCounts` a variable in which the
+script counts steps.
+
+It looks at options and gradients only, in the first step and at the end of such an epoch. Code that computes a rate
 from the epoch or from the step changes nothing when it runs again, or sets the rate in each step: that is no mistake.
 With another number of ranks a rate may follow that number, or its square root.
 """
@@ -21,10 +29,11 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from types import GeneratorType
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -32,18 +41,27 @@ from torch.optim import Optimizer
 
 from holdfast.train.data import Position
 from holdfast.train.data.loader import ENDLESS
+from holdfast.train.random_numbers import random_state, set_random_state
 
 Options = list[dict[str, float]]
 """The numbers among the options of all parameter groups."""
 STEPS_UNTIL_ASKED = 2
 """The number of steps after which a script has asked where it is, or never does."""
+LOOKS_AT_COUNTS = 3
+"""The number of steps in which a variable has to follow the steps since the resume."""
+STEPS_MIN = 8
+"""Fewest steps since the resume after which variables are looked at."""
 
 
 class Reentry:
     """The rest of an epoch."""
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], loaders: Sequence[Any], growth: float, before: Options | None = None
+        self,
+        optimizers: Sequence[Optimizer],
+        loaders: Sequence[Any],
+        growth: float,
+        before: Options | None = None,
     ) -> None:
         """`loaders`: those of ours that go on within the epoch. `growth`: the number of ranks, divided by that of the
         epoch so far. `before`: the options at the end of an earlier loop over epochs, which had no epoch left; None:
@@ -51,17 +69,23 @@ class Reentry:
         self._optimizers = optimizers
         self._loaders = loaders
         for each in loaders:
-            each._length_asked = False
+            each._length_asked = each._has_given_rest = each._length_asked_after = False
+        self._random: Mapping[str, Any] | None = random_state()
+        """The random numbers that the next step draws, until a pass begins; None: one has."""
         self._before = options_of(optimizers) if before is None else before
         self._at_pass: Options | None = None
         """The options when the first pass over tracked data began; None: none has."""
         self._growth = growth
         self._stepped = False
 
-    def pass_begins(self) -> None:
-        """Note that a pass over tracked data of the training begins."""
+    def pass_begins(self, *, goes_on: bool) -> None:
+        """Note that a pass over tracked data of the training begins. `goes_on`: within its epoch. Then what code before
+        the loop has drawn or seeded was drawn in this epoch before."""
         if self._at_pass is None:
             self._at_pass = options_of(self._optimizers)
+        if self._random is not None and goes_on:
+            set_random_state(self._random)
+        self._random = None
 
     def step(self, epoch: int) -> None:
         """Warn at the first step if code before the loop has changed an option, and the loop did not set it."""
@@ -89,7 +113,7 @@ class Reentry:
 
     def end(self, epoch: int, *, pending: bool) -> None:
         """Warn if the epoch ends with gradients that no optimizer step has used, in a loop that asks for the length of
-        its loader. `pending`: whether there are such gradients."""
+        its loader, and if code after the loop has asked for it. `pending`: whether there are such gradients."""
         if pending and any(each._length_asked for each in self._loaders):
             warnings.warn(
                 f"holdfast: epoch {epoch} went on after a resume, and has ended with gradients that no optimizer step "
@@ -98,6 +122,53 @@ class Reentry:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        if any(each._length_asked_after for each in self._loaders):
+            warnings.warn(
+                f"holdfast: epoch {epoch} went on after a resume, and code after its loop has asked for len(loader), "
+                "the batches of the whole epoch: if it divides a sum over the loop by them, that mean is too small. "
+                "Divide by the number of batches that the loop had.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class ResumedWeights:
+    """The parameters that a resume has given to models: code between it and the first step must not change them, as one
+    that loads a pretrained checkpoint does.
+
+    It is looked at when the first loop over epochs begins, and when data go on within an epoch. Code before the loop
+    over the data of a whole epoch may change weights."""
+
+    def __init__(self, digests: Callable[[], dict[str, str]]) -> None:
+        """`digests`: a digest of the parameters of each model, by name."""
+        self._digests = digests
+        self._restored = digests()
+        self._epochs = 0
+
+    def epoch_begins(self) -> bool:
+        """Look, if this is the first epoch since the resume. Returns whether to look again when its loop begins."""
+        self._epochs += 1
+        return self._epochs == 1 and self.look()
+
+    def look(self) -> bool:
+        """Warn if the parameters of a model have changed. Returns whether they have not."""
+        changed = [name for name, digest in self._digests().items() if self._restored[name] != digest]
+        if changed:
+            warnings.warn(
+                f"holdfast: code after resume() has changed the weights of {', '.join(changed)} before the first step: "
+                "what was trained before the resume is lost. Load a checkpoint, or set first values, before resume().",
+                RuntimeWarning,
+                stacklevel=_level_of_script(),
+            )
+        return not changed
+
+
+def _level_of_script() -> int:
+    """The `stacklevel` of the line of the script, for a warning of the caller."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("holdfast.train.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class Whereabouts:
@@ -130,6 +201,56 @@ class Whereabouts:
                 stacklevel=4,
             )
         return False
+
+
+class OwnCounts:
+    """Variables of a script that count the steps since the resume, instead of those of the training.
+
+    The number of a batch in its epoch does so, too, until the epoch ends. So they are looked at in the first steps of
+    the next epoch."""
+
+    def __init__(self, step: int, epoch: int) -> None:
+        """`step`, `epoch`: those of the resume."""
+        self._from = step
+        self._epoch = epoch
+        self._complete = 0
+        """The number of optimizer steps since the resume."""
+        self._names: set[str] = set()
+        self._left = LOOKS_AT_COUNTS
+        """The number of steps in which variables are still to be looked at."""
+
+    def at_step(self, frame: FrameType, step: int, epoch: int) -> bool:
+        """Look at the variables of the training loop, in the script's `frame`, after a step. Returns whether to look
+        after more steps."""
+        self._complete += 1
+        since = step - self._from
+        if self._from < LOOKS_AT_COUNTS:  # both numbers are too near to each other
+            return False
+        if self._left == LOOKS_AT_COUNTS and (epoch == self._epoch or self._complete < STEPS_MIN):
+            self._epoch = epoch  # after few steps the number of a batch would be too near: the next epoch tells more
+            return True
+        counts = [*range(since - 1, since + 2), *range(self._complete - 1, self._complete + 2)]
+        found = {name for name, each in variables_in(frame).items() if type(each) is int and each in counts}
+        self._names = found if self._left == LOOKS_AT_COUNTS else self._names & found
+        self._left -= 1
+        if self._left == 0 and self._names:
+            warnings.warn(
+                f"holdfast: {min(self._names)!r} counts the steps since the resume, and not those of the training, of "
+                f"which there are {step}: it has begun again. If it decides anything in training, or is the step of a "
+                "log, set it from state.step.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return self._left > 0
+
+
+def variables_in(frame: FrameType) -> dict[str, Any]:
+    """The variables that code in this frame of a script sees, and the attributes of its `self`; empty: the frame is of
+    an integration into another library."""
+    if frame.f_globals.get("__name__", "").startswith("holdfast."):
+        return {}
+    attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
+    return {**frame.f_globals, **frame.f_locals, **{f"self.{name}": each for name, each in attributes.items()}}
 
 
 def is_cycled(loader: Any) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -52,7 +53,7 @@ from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import not_exchanged
-from holdfast.train.reentry import Whereabouts
+from holdfast.train.reentry import OwnCounts, Whereabouts
 from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.save import ALONE_SAVE, Pruner, SaveRules, Saving
 from holdfast.train.snapshots import folder as folders
@@ -65,7 +66,14 @@ from holdfast.train.state import Tracker, TrainState
 from holdfast.train.surviving_snapshots import RemakingCall, SurvivingCall
 from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
-from holdfast.train.untracked import UntrackedData, UntrackedOptimizers, without_its_schedule
+from holdfast.train.untracked import (
+    NOT_TRACKED,
+    OWN_GENERATOR,
+    UntrackedData,
+    UntrackedGenerators,
+    UntrackedOptimizers,
+    without_its_schedule,
+)
 
 if TYPE_CHECKING:
     from holdfast.train.generation_calls import FunctionsCalled
@@ -140,19 +148,6 @@ class _Before:
         return [self.step, self.durable_step, self.durable_epoch, self.unsaved]
 
 
-NOT_TRACKED = (
-    "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch begins the "
-    "epoch again, and trains its first samples twice.\n"
-    "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, memory_every=None "
-    "and state.epochs(…, save=True)."
-)
-OURS_NOT_TRACKED = (
-    "holdfast: the training loop is over an ht.DataLoader that is not tracked: after a resume it begins with its first "
-    "epoch again.\n"
-    "Give it to track(), too."
-)
-"""Warnings about a loader of the training loop."""
-
 _first_resumed: list[weakref.ref[Snapshots]] = []
 """The Snapshots whose `resume()` was called first: in it a replacement joins the others. One per process, as its rank
 is."""
@@ -185,8 +180,13 @@ class Snapshots:
     """Looks whether the script asks where it goes on after a resume; None: it was looked at."""
 
     _position_kept = False
-    """Whether a trainer skips the batches that are trained. Otherwise a loader has to be tracked, also if states are
-    saved at the ends of epochs only: a stop saves in the middle of one."""
+    """Whether a trainer skips the batches that are trained: its loader need not be tracked."""
+
+    _position_unknown = ""
+    """A warning about the loader of the training loop, for the first save that may be within an epoch; empty: none."""
+
+    _counts: OwnCounts | None = None
+    """Looks for variables of the script that count steps, after a resume; None: it was looked for."""
 
     _joined = False
     """Whether this process has joined ranks that went on, in place of a lost one."""
@@ -271,6 +271,10 @@ class Snapshots:
     def resumed(self) -> bool:
         """Whether resume() was called, or the first step() without it."""
         return self._saving is not None
+
+    @functools.cached_property
+    def _generators(self) -> UntrackedGenerators:
+        return UntrackedGenerators()
 
     @property
     def _replicas_differ(self) -> bool:
@@ -383,6 +387,9 @@ class Snapshots:
 
         if resumed is not None and choice.only is None and peers.rank == 0 and self._remaker is None:
             self._whereabouts = self._tracker.whereabouts(resumed)
+        if resumed is not None and choice == Choice() and peers.rank == 0:  # otherwise the script fills in the rest
+            self._tracker.note_resumed()
+            self._counts = OwnCounts(self._tracker.step, self._tracker.epoch_of_script())
         self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
@@ -625,6 +632,7 @@ class Snapshots:
                     stacklevel=4,
                 )
             self._warn_of_schedules()
+            self._warn_of_hooks()
             self._check_unfrozen()
 
         self._until_first_step.append(look)
@@ -648,6 +656,17 @@ class Snapshots:
             warnings.warn(
                 f"holdfast: a schedule sets the learning rate of the {found}, and is not tracked: after a resume it "
                 "begins again, from the rate of that moment.\nGive it to track(), too.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _warn_of_hooks(self) -> None:
+        """Warn if a communication hook keeps something from step to step."""
+        kept = self._tracker.reducers.kept_by_hook()
+        if kept and self._peers is not None and self._peers.rank == 0:
+            warnings.warn(
+                f"holdfast: a communication hook of DDP keeps a {kept} from step to step, which no snapshot has: after "
+                "a resume it begins again, so that losses differ from those of an undisturbed run.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -714,6 +733,7 @@ class Snapshots:
         finally:
             self._at_safe_point = None
         if stops:
+            self._warn_of_position(stacklevel=3)
             self._drain(saving, pending=pending is WherePending.HERE)
             return
         self._save_if_due(saving, pending=pending is WherePending.HERE)
@@ -722,8 +742,9 @@ class Snapshots:
         """Do what belongs to the end of an optimizer step on this rank. It waits for no other rank."""
         if self._life is not None:  # also if a scaler has skipped the optimizer's step
             self._life.losses.step(self._tracker.step, metrics, stepped=stepped)
-        if self._untracked is not None and self._untracked.at_step():
-            self._note_untracked_data()
+        if self._untracked is not None and (text := self._untracked.at_step()):
+            self._note_untracked_data(text)
+        self._look_at_variables()
         if self._whereabouts is not None and not self._whereabouts.at_step():
             self._whereabouts = None
         if not self._tracker.numbers.idle:
@@ -742,16 +763,37 @@ class Snapshots:
         if begun_again and (self._joined or (self._peers is not None and self._peers.rank == 0)):
             warnings.warn(f"holdfast: {begun_again}", RuntimeWarning, stacklevel=4)
 
-    def _note_untracked_data(self) -> None:
+    def _look_at_variables(self) -> None:
+        """Warn of a variable of the training loop that begins again after a resume: a random generator, a count."""
+        frame = sys._getframe(3)
+        if self._counts is not None and not self._counts.at_step(
+            frame, self._tracker.step, self._tracker.epoch_of_script()
+        ):
+            self._counts = None
+        name = self._generators.at_step(frame, self._tracker.others.values())
+        if name and self._peers is not None and self._peers.rank == 0:
+            warnings.warn(OWN_GENERATOR.format(name), RuntimeWarning, stacklevel=4)
+
+    def _note_untracked_data(self, text: str) -> None:
         if self._survivor is not None:
-            self._survivor.withdraw("the training loop is over a loader that is not tracked")
-        if self._peers is not None and self._peers.rank == 0:
-            assert self._untracked is not None
-            warnings.warn(OURS_NOT_TRACKED if self._untracked.is_ours else NOT_TRACKED, RuntimeWarning, stacklevel=4)
+            self._survivor.withdraw("the training loop is over a loader whose position is not tracked")
+        self._position_unknown = text
+        if self._schedule.within_epochs or text is not NOT_TRACKED:  # the others are wrong at an epoch's end, too
+            self._warn_of_position(stacklevel=5)
+        elif self._untracked is not None and self._peers is not None and self._peers.rank == 0:
+            self._tracker.own_order = self._untracked.order
+
+    def _warn_of_position(self, stacklevel: int) -> None:
+        """Warn, once, that the position in the epoch of the state that is saved is not known."""
+        text, self._position_unknown = self._position_unknown, ""
+        if text and self._peers is not None and self._peers.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
 
     def _save_if_due(self, saving: Saving, *, pending: bool) -> None:
         step, schedule = self._tracker.step, self._schedule
         self._save_wanted |= worker.should_save()
+        if self._save_wanted:
+            self._warn_of_position(stacklevel=4)
         durable = self._save_wanted or schedule.durable_due(step)
         if not durable and schedule.ask_due(step):
             durable, schedule.ask_at = saving.ask(step)
@@ -779,6 +821,7 @@ class Snapshots:
                 stacklevel=2,
             )
         self._check_background(saving)
+        self._warn_of_position(stacklevel=3)
         self._save(saving, durable=True, demanded=True)
         if wait:
             self._wait(saving)

@@ -52,6 +52,7 @@ from holdfast.train.reducers import Order, Reducers
 from holdfast.train.reentry import (
     Options,
     Reentry,
+    ResumedWeights,
     Whereabouts,
     is_cycled,
     options_of,
@@ -73,6 +74,7 @@ from holdfast.train.tracked import (
     listed_names,
     trained,
 )
+from holdfast.train.untracked import OWN_ORDER, OwnOrder
 
 FORMAT = 1
 OWN_BUFFERS = "own_buffers"
@@ -261,16 +263,24 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
 
 
 def _checked(model: TrackedModel) -> TrackedModel:
-    """The model, after a try of its `state_dict()`: so the error does not come at the first save. Raises
-    TrackingError."""
+    """The model, after a try of its `state_dict()`: so the error does not come at the first save. Raises TrackingError,
+    also for torchmetrics' metrics, which save nothing by default."""
     try:
-        model.live()
+        if not model.live() and any(map(_is_metric, model.module.modules())):
+            raise TrackingError(
+                f"track({model.name}=…): the state_dict() of this {type(model.module).__name__} is empty, so what it "
+                f"counts begins again after a resume: call {model.name}.persistent(True) before track()"
+            )
     except TypeError as error:
         raise TrackingError(
             f"track({model.name}=…): its state_dict() fails: {error}\n"
             "one that a module overrides has to take torch's keywords: def state_dict(self, *args, **kwargs)"
         ) from error
     return model
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(f"{each.__module__}.{each.__name__}" == "torchmetrics.metric.Metric" for each in type(module).__mro__)
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
@@ -317,15 +327,22 @@ class Tracker:
     """Positions of the loaders that were restored, until the training begins."""
     looks_for_cycles: bool = False
     """Whether loops over loaders are looked at for `itertools.cycle`. No: they were, or a trainer skips batches."""
+    own_order: OwnOrder | None = None
+    """The order of a loader that is not tracked, if it has a random generator of its own and states are saved between
+    epochs."""
+    _given: dict[str, Any] = field(default_factory=dict)
+    """The batch of each loader whose pass was under way at the last step, by name."""
     _beside: bool = False
     """Whether a step had batches of several loaders or samplers."""
     _counts: dict[str, Any] = field(default_factory=dict)
     """The number of steps that each schedule had made at the last `Snapshots.step()`."""
     _trains: bool = False
     """Whether a step was made in this process."""
-    _passed_by: tuple[Options, str] | None = None
-    """The optimizers' options, and a digest of the weights, when the first loop over epochs had none left, after a
+    _passed_by: tuple[Options, dict[str, str]] | None = None
+    """The optimizers' options, and digests of the weights, when the first loop over epochs had none left, after a
     resume; None: there was none."""
+    _resumed_weights: ResumedWeights | None = None
+    """The weights that a resume has restored, until it is known that training begins with them; None: it is."""
     chosen: tuple[str, ...] | None = None
     """The objects with which this life was begun from a snapshot (`resume(only=…)`); None: with all. Its own snapshots
     contain all objects, and these names."""
@@ -398,8 +415,8 @@ class Tracker:
 
     @functools.cached_property
     def numbers(self) -> ModuleNumbers:
-        """The Python numbers in the models that training moves."""
-        return ModuleNumbers(self._models)
+        """The Python numbers in the models and optimizers that training moves."""
+        return ModuleNumbers(self._models, self._optimizers)
 
     @functools.cached_property
     def reducers(self) -> Reducers:
@@ -457,10 +474,11 @@ class Tracker:
 
     def note_trained(self) -> None:
         """Let loaders count the batch in the loop's body as trained."""
-        self._resumed, self._trains = {}, True
+        self._resumed, self._trains, self._resumed_weights = {}, True, None
         self._counts = self._schedule_counts()
         if self.state._reentry is not None:
             self.state._reentry.step(self.state.epoch)
+        self._look_for_repeats()
         # A loader whose own batches are never the ones that a step counts is an evaluation's (`DataLoader._evaluates`).
         training = [each for each in self.others.values() if _is_in_loop(each)]
         if self.looks_for_cycles and training and (len(training) > 1 or not self.state._in_body):
@@ -474,6 +492,13 @@ class Tracker:
                 note()
             if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
+
+    def _look_for_repeats(self) -> None:
+        """Tell a loader if none of those that are under way has given a batch since the last step."""
+        given = {name: batch for name, each in self.others.items() if (batch := getattr(each, "_given", None))}
+        if given and given == self._given:
+            self.others[next(iter(given))]._note_no_batch()
+        self._given = given
 
     def _look_for_cycles(self) -> None:
         """Warn, once, of a loader in the training's loop that is in `itertools.cycle`. One alone in the body of an
@@ -492,10 +517,30 @@ class Tracker:
 
     def note_pass(self, loader: Any) -> None:
         """Note that a pass over this loader of torch begins, or over one of torchdata."""
-        if self.state._reentry is not None and any(_gives_batches(each, loader) for each in self.others.values()):
-            self.state._reentry.pass_begins()
+        giving = [each for each in self.others.values() if _gives_batches(each, loader)]
+        if not giving:
+            return
+        goes_on = any(getattr(each, "_continues", bool)() for each in giving)
+        if goes_on:
+            self._look_at_weights()
+        if self.state._reentry is not None:
+            self.state._reentry.pass_begins(goes_on=goes_on)
+
+    def note_resumed(self) -> None:
+        """Note that a resume has restored everything that is tracked."""
+        self._resumed_weights = ResumedWeights(self._weights)
+
+    def _look_at_weights(self, *, epoch_begins: bool = False) -> None:
+        """Warn, once, if code after the resume has changed the weights that it has restored."""
+        found = self._resumed_weights
+        if found is not None and not (found.epoch_begins() if epoch_begins else found.look()):
+            self._resumed_weights = None
 
     def _set_epoch(self, epoch: int) -> None:
+        self._look_at_weights(epoch_begins=True)
+        if self.own_order is not None and self.own_order.epoch_ends():
+            warnings.warn(OWN_ORDER, RuntimeWarning, stacklevel=3)
+            self.own_order = None
         resumed, self._resumed = self._resumed, {}
         for name, each in self.others.items():
             if name in resumed:
@@ -520,6 +565,8 @@ class Tracker:
     def _note_passed_by(self, count: int) -> None:
         """Note that a loop over `count` epochs has none left, since they were trained before a resume. If more was
         trained then, so has the code that follows run."""
+        self._look_at_weights(epoch_begins=True)
+        self._resumed_weights = None
         # Saved exactly at the end of that loop: the code after it has not run yet, and is right to run now.
         begins_next = self.state.epoch == count and not self._continued()
         if begins_next or self._trains:
@@ -527,10 +574,10 @@ class Tracker:
         elif self._passed_by is None:
             self._passed_by = options_of(self.optimizers), self._weights()
 
-    def _weights(self) -> str:
-        """A digest of this rank's parameters."""
-        parameters = (local_tensor(each) for model in self.models for each in model.parameters())
-        return replicas.total([each for each in parameters if codec.is_array(each)])
+    def _weights(self) -> dict[str, str]:
+        """A digest of this rank's parameters of each model, by name."""
+        parts = {name: map(local_tensor, model.parameters()) for name, model in self.named_models()}
+        return {name: replicas.total([each for each in own if codec.is_array(each)]) for name, own in parts.items()}
 
     def whereabouts(self, resumed: object) -> Whereabouts:
         """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""
@@ -543,6 +590,11 @@ class Tracker:
     def epochs(self) -> list[int]:
         """The epochs of the script, and of the loaders and samplers of the training."""
         return [self.state.epoch, *(each.epoch for each in self._positions())]
+
+    def epoch_of_script(self) -> int:
+        """The epoch of the loop over `epochs()`; outside of one, that of the only loader of the training."""
+        positions = self._positions()
+        return self.state.epoch if self.state._in_body or len(positions) != 1 else positions[0].epoch
 
     def _positions(self) -> list[Position]:
         """The positions of the loaders and samplers of the training."""

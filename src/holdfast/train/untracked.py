@@ -7,12 +7,19 @@ the training loop is known. A pass that had begun before is counted by the metho
 
 An `ht.DataLoader` that is not tracked begins with its first epoch again, also after a resume at an epoch's end.
 
+Worker processes of torch's loader read ahead. A tracked sampler with a state of its own is then ahead of the training,
+unless it counts in a method `trained()`; and a tracked IterableDataset stays where it is, since each worker reads a
+copy.
+
 A loop over a loader takes the same number of batches between two calls of `snaps.step()`. An evaluation takes many at
 once, and none for a long time.
 
 An optimizer that is not tracked and steps a tracked model begins with an empty state after a resume. torch's public
 hook of all optimizers shows it. An optimizer inside a tracked one, which steps it itself, as SAM does, counts as
 tracked. A schedule that is not tracked begins again after a resume; torch marks the optimizer whose rate it sets.
+
+A random generator of the script's own begins again, too. It is looked for among the variables of the training loop, and
+counts if each of the first steps has drawn from it. One that is seeded again in each step is right.
 """
 
 from __future__ import annotations
@@ -22,21 +29,57 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.protocol.errors import TrackingError
 from holdfast.train import torch_private
-from holdfast.train.data.datasets import Seeded
+from holdfast.train.data.datasets import EVERYWHERE, GENERATORS, Generator, Seeded, state_of
 from holdfast.train.guards import replaced
+from holdfast.train.reentry import variables_in
 
 STEPS = 3
 """An iterator belongs to the training loop if the same number of batches was taken between two steps this often in a
 row."""
+NOT_TRACKED = (
+    "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch begins the "
+    "epoch again, and trains its first samples twice.\n"
+    "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, memory_every=None "
+    "and state.epochs(…, save=True)."
+)
+OURS_NOT_TRACKED = (
+    "holdfast: the training loop is over an ht.DataLoader that is not tracked: after a resume it begins with its first "
+    "epoch again.\n"
+    "Give it to track(), too."
+)
+SAMPLER_AHEAD = (
+    "holdfast: the tracked {} is drawn ahead of the training, by num_workers= of its loader: a resume leaves out the "
+    "samples that were read ahead.\n"
+    "Take num_workers=0, ht.DataLoader, or ht.DistributedSampler; or count in a method trained() of it, which each "
+    "snaps.step() calls."
+)
+DATASET_COPIED = (
+    "holdfast: the tracked {} is read in copies, by num_workers= of its loader: its state here does not move, and a "
+    "resume trains the samples since then twice.\n"
+    "Take num_workers=0, ht.DataLoader with an ht.ShardedDataset, or torchdata's StatefulDataLoader."
+)
+"""Warnings about a loader of the training loop."""
+OWN_ORDER = (
+    "holdfast: the loader of the training loop draws its order from a random generator of its own, which no snapshot "
+    "has: after a resume the order of the first epoch comes again.\n"
+    "Seed it in each epoch: generator.manual_seed(seed + epoch). Or leave generator= out."
+)
+OWN_GENERATOR = (
+    "holdfast: each step draws from {!r}, a random generator of the script's own, which no snapshot has: after a "
+    "resume it begins again.\n"
+    "Draw from the global generators of torch, numpy or Python, or track an object with its state."
+)
 SEARCH_STEPS_MAX = 200
 """Limit of the steps in which the loader of the training loop is searched for: the loop may be over something else."""
 
@@ -65,18 +108,43 @@ class _Count:
 class _Counted(_Count):
     """An iterator of torch's loader that counts its batches."""
 
-    def __init__(self, loader: Any, batches: Any) -> None:
+    def __init__(self, loader: Any, batches: Any, tracked: Collection[Any]) -> None:
         super().__init__()
-        self.loader = weakref.ref(loader)
+        self.loader = loader
         self._batches = batches
+        samplers = [*_samplers(loader.sampler), *_samplers(loader.batch_sampler)]
+        parts = [*samplers, *([loader.dataset] if isinstance(loader.dataset, IterableDataset) else [])]
+        among = {id(each) for each in tracked} if loader.num_workers and id(loader) not in map(id, tracked) else set()
+        self._own = [each for each in parts if id(each) in among and not callable(getattr(each, "trained", None))]
+        """Tracked objects of the script from which worker processes read."""
+        self._states = self._read()
+        self._moved: set[str] = set()
+        """The classes of those whose states a request for a batch has moved."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        looks = self._own and self.taken < STEPS
+        before = self._read() if looks else []
         batch = next(self._batches)
         self.taken += 1
+        if looks:
+            now = zip(self._own, before, self._read(), strict=True)
+            self._moved |= {type(each).__name__ for each, was, new in now if was != new}
         return batch
+
+    def _read(self) -> list[str]:
+        return [repr(each.state_dict()) for each in self._own]
+
+    def wrong_position(self) -> str:
+        """A warning that the state of a tracked object is not the position of the training; empty: it may be."""
+        for each, began, now in zip(self._own, self._states, self._read(), strict=True):
+            if (name := type(each).__name__) in self._moved:
+                return SAMPLER_AHEAD.format(name)
+            if isinstance(each, IterableDataset) and began == now:
+                return DATASET_COPIED.format(name)
+        return ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -103,8 +171,8 @@ class UntrackedData:
         self._early: weakref.WeakKeyDictionary[Any, _Count] = weakref.WeakKeyDictionary()
         """The passes that had begun before, by torch's iterator."""
         self._steps = 0
-        self.is_ours = False
-        """Whether the loader that was found is an ht.DataLoader."""
+        self.order: OwnOrder | None = None
+        """The order of the training loop's loader, if that is not tracked and has a random generator of its own."""
         self._hooks = contextlib.ExitStack()
         for kind in _kinds_of_loaders():
             self._replace(kind)
@@ -143,7 +211,7 @@ class UntrackedData:
         self._known.add(batches)
         if self._is_inside_tracked(loader):
             return batches
-        counted = _Counted(loader, batches)
+        counted = _Counted(loader, batches, self._tracked())
         self._live.add(counted)
         return counted
 
@@ -152,20 +220,23 @@ class UntrackedData:
         if batches not in self._known and not isinstance(torch_private.parts_of_pass(batches)[0], Seeded):
             self._early.setdefault(batches, _Count()).taken += 1
 
-    def at_step(self) -> bool:
-        """Count a complete step. Returns True once, if the training loop is over a loader that is not tracked."""
+    def at_step(self) -> str:
+        """Count a complete step. Returns a warning, once, if the training loop is over a loader whose position is not
+        in the snapshots; empty: nothing is wrong."""
         if self._steps >= SEARCH_STEPS_MAX:
-            return False
+            return ""
         self._steps += 1
-        loaders = [each.loader() for each in list(self._live) if each.is_in_step()]
+        passes = [each for each in list(self._live) if each.is_in_step()]
         # There are several if the loop is over a zip() of them.
-        found = [_parts_of_loader(each) for each in loaders if each is not None]
+        found = [_parts_of_loader(each.loader) for each in passes]
         found += [_parts_of_pass(batches) for batches, count in list(self._early.items()) if count.is_in_step()]
         if found or self._steps == SEARCH_STEPS_MAX:
             self.stop()
         lacking = [parts for parts in found if not self._is_tracked(parts)]
-        self.is_ours = any(isinstance(each, Seeded) for parts in lacking for each in parts)
-        return bool(lacking)
+        if lacking:
+            self.order = OwnOrder.of(lacking)
+            return OURS_NOT_TRACKED if any(isinstance(each, Seeded) for one in lacking for each in one) else NOT_TRACKED
+        return next(filter(None, (each.wrong_position() for each in passes)), "")
 
     def _is_inside_tracked(self, loader: Any) -> bool:
         """Whether it is torch's loader inside an ht.DataLoader that is tracked, or kept by a tracked object."""
@@ -202,6 +273,29 @@ def _samplers(sampler: Any) -> list[Any]:
     return [sampler, getattr(sampler, "sampler", None)]
 
 
+class OwnOrder:
+    """The random generators from which loaders or their samplers draw the order of each epoch."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+        self._before: list[tuple[int, str]] = []
+        """Seed and state of each at the end of the last epoch; empty: none has ended."""
+
+    @classmethod
+    def of(cls, loaders: Iterable[Sequence[Any]]) -> OwnOrder | None:
+        """Those of these loaders, each given by its parts; None: they draw from torch's own generator."""
+        # The second part is the dataset: what it draws is for samples, and not for their order.
+        given = (getattr(each, "generator", None) for parts in loaders for each in (parts[0], *parts[2:]))
+        own = [each for each in given if isinstance(each, torch.Generator) and each is not torch.default_generator]
+        return cls(own) if own else None
+
+    def epoch_ends(self) -> bool:
+        """Returns whether a generator has gone on since the epoch before: the script has seeded it for neither."""
+        before, self._before = self._before, [(each.initial_seed(), state_of(each)) for each in self._generators]
+        pairs = zip(before, self._before, strict=False)  # the first time there is none
+        return any(was[0] == now[0] and was[1] != now[1] for was, now in pairs)
+
+
 class UntrackedOptimizers:
     """Optimizers that step parameters of some models and are not among those that are tracked."""
 
@@ -233,6 +327,41 @@ class UntrackedOptimizers:
         if steps and not self.found:
             self.found = type(optimizer).__name__
         return steps
+
+
+class UntrackedGenerators:
+    """Random generators of the script's own from which the training draws."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[Generator, int, str]] = {}
+        """Each generator after the last step, its seed if that can be known, and its state, by the variable's name."""
+        self._steps = 0
+        self._drawn: set[str] = set()
+        """Names of those from which each step has drawn."""
+
+    def at_step(self, frame: FrameType, tracked: Iterable[Any]) -> str:
+        """Look at the variables of the training loop, in the script's `frame`, after a step. Returns the name of one
+        with such a generator, once; empty: there is none. One inside a `tracked` object counts as tracked."""
+        if self._steps > STEPS:
+            return ""
+        self._steps += 1
+        before, self._states = self._states, _generators_in(frame, tracked)
+        drawn = {
+            name
+            for name, (each, seed, state) in self._states.items()
+            if name in before and before[name][0] is each and before[name][1] == seed and before[name][2] != state
+        }
+        self._drawn = self._drawn & drawn if self._steps > 2 else drawn
+        return min(self._drawn, default="") if self._steps > STEPS else ""
+
+
+def _generators_in(frame: FrameType, tracked: Iterable[Any]) -> dict[str, tuple[Generator, int, str]]:
+    known = {id(one) for each in tracked for one in _attributes(each)} | {id(each) for each in EVERYWHERE}
+    return {
+        name: (each, each.initial_seed() if isinstance(each, torch.Generator) else 0, state_of(each))
+        for name, each in variables_in(frame).items()
+        if isinstance(each, GENERATORS) and id(each) not in known
+    }
 
 
 def without_its_schedule(optimizers: Iterable[Optimizer], others: Iterable[Any]) -> str:

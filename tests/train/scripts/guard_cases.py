@@ -158,6 +158,22 @@ def no_sync_by_hand(pg: ProcessGroup) -> None:
 
 
 @case
+def a_closure_that_clears(pg: ProcessGroup) -> None:
+    model = ht.ddp(net(), pg)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+    batch = torch.randn(4, 3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+
+
+@case
 def two_passes_one_backward(pg: ProcessGroup) -> None:
     train(ht.ddp(net(), pg), passes=2)
 

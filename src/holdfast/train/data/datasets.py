@@ -1,8 +1,8 @@
 """Datasets as torch's loader reads them: seeded for each sample, and in sequence from shards.
 
 **Seeds.** The random numbers of a sample's augmentation come from (seed, epoch, the sample's index), never from worker
-or rank: in an epoch a sample looks the same whichever rank and worker reads it, and however often the job was
-restarted.
+or rank, also those of generators that the dataset or its transforms have as attributes: in an epoch a sample looks the
+same whichever rank and worker reads it, and however often the job was restarted.
 
 **Shards.** Data that can only be read in sequence are a fixed number of logical shards, dealt to any number of ranks.
 The shards are the dataset's, chosen once (files, or ranges of them) and never changed by a resize. The epoch's order
@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import itertools
 import operator
 import random
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +36,18 @@ from holdfast.train.data import EpochOrder, Integers, Share, order_of
 
 SHARDS_OPEN_MAX = 256
 """Limit of the shards that one process reads at the same time. Beyond it the one unused for longest is closed."""
+LEVELS_MAX = 6
+OBJECTS_MAX = 512
+ITEMS_MAX = 64
+"""Limits of the search for a dataset's generators, which is made for each batch: how deep it goes, of the objects at
+each depth, and of the length of a list or dict. A longer one has samples, and no transforms."""
+Generator: TypeAlias = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_of_modules: tuple[Any, Any] = (random.getstate, np.random.get_state)
+EVERYWHERE: tuple[Generator, ...] = (*(each.__self__ for each in _of_modules), torch.default_generator)
+"""The global generators."""
+_NOT_SEARCHED = (random.SystemRandom, str, int, float, torch.Tensor, np.ndarray, type, ModuleType)
+_SETTINGS = (bool, int, float, str, type(None))
 _WORD = (1 << 64) - 1
 
 
@@ -53,7 +67,8 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 class Seeded:
-    """A map-style dataset whose `random`, numpy and torch (CPU) generators are seeded for each sample.
+    """A map-style dataset that is read with seeded generators, for each sample: those of `random`, numpy and torch
+    (CPU), and those that it has as attributes, as many libraries of augmentations do.
 
     In the training process the generators are put back afterwards, so that loading draws nothing from the trainer's.
     A dataset that reads whole batches (`__getitems__`) is read by batches, and seeded once for each by its first
@@ -71,14 +86,15 @@ class Seeded:
     def __getitems__(self, key: BatchKey) -> list[Any]:
         if not self._enabled:
             return list(self._read_all(key.samples))
-        with contextlib.nullcontext() if get_worker_info() else _generators_kept():
+        own = _own_generators(self._dataset)
+        with contextlib.nullcontext() if get_worker_info() else _generators_kept(own):
             if _reads_batches(self._dataset):
-                _seed_generators(sample_seed(self._seed, key.epoch, key.samples[0]))
+                _seed_generators(sample_seed(self._seed, key.epoch, key.samples[0]), own)
                 return list(self._read_all(key.samples))
-            return [self._read_one(key.epoch, index) for index in key.samples]
+            return [self._read_one(key.epoch, index, own) for index in key.samples]
 
-    def _read_one(self, epoch: int, index: int) -> Any:
-        _seed_generators(sample_seed(self._seed, epoch, index))
+    def _read_one(self, epoch: int, index: int, own: Sequence[Generator]) -> Any:
+        _seed_generators(sample_seed(self._seed, epoch, index), own)
         return self._dataset[index]
 
     def _read_all(self, samples: list[int]) -> Any:
@@ -111,22 +127,84 @@ def _reads_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _seed_generators(seed: int) -> None:
+def _own_generators(dataset: Any) -> list[Generator]:
+    """The random generators that a dataset has as attributes, or that its transforms have, in a constant order."""
+    found: list[Generator] = []
+    seen = {id(each) for each in EVERYWHERE}
+    level = [dataset]
+    for _ in range(LEVELS_MAX):
+        within: list[Any] = []
+        for each in level[:OBJECTS_MAX]:
+            if id(each) in seen or isinstance(each, _NOT_SEARCHED):
+                continue
+            seen.add(id(each))
+            if isinstance(each, GENERATORS):
+                found.append(each)
+            elif isinstance(each, (list, tuple)):
+                within += each if len(each) <= ITEMS_MAX else ()
+            elif isinstance(each, dict):
+                within += each.values() if len(each) <= ITEMS_MAX else ()
+            elif type(each).__dictoffset__:  # not hasattr: an object without attributes may answer for all names
+                within += vars(each).values()
+        level = within
+    return found
+
+
+def settings_of(dataset: Any) -> dict[str, Any]:
+    """The attributes of a dataset, and of the one that a Subset takes samples of, with values that cannot change."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return {
+        name: each
+        for name, each in (vars(dataset) if type(dataset).__dictoffset__ else {}).items()
+        if type(each) in _SETTINGS
+    }
+
+
+def _seed_generators(seed: int, own: Sequence[Generator]) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
     torch.default_generator.manual_seed(seed)
+    for number, each in enumerate(own, 1):
+        _seed_generator(each, _mixed(seed + number & _WORD))
+
+
+def _seed_generator(generator: Generator, seed: int) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    else:
+        generator.seed(seed & 0xFFFF_FFFF)
+
+
+def state_of(generator: Generator) -> str:
+    """The state, to be compared."""
+    if isinstance(generator, np.random.Generator):
+        return str(generator.bit_generator.state)
+    if isinstance(generator, torch.Generator):
+        return str(generator.get_state().tolist())
+    return str(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))
+
+
+def _restores(generator: Generator) -> Callable[[], object]:
+    """A function that sets the generator to the state that it has now."""
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return functools.partial(generator.set_state, generator.get_state())
 
 
 @contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
+def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
     """Restore the generators after the block."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    restore = [_restores(each) for each in (*EVERYWHERE, *own)]
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+        for each in restore:
+            each()
 
 
 def _mixed(number: int) -> int:

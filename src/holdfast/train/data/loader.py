@@ -42,6 +42,7 @@ from holdfast.train.data.datasets import (
     ShardReader,
     part_of,
     sample_seed,
+    settings_of,
     shard_order_name,
     shard_sizes,
 )
@@ -78,7 +79,8 @@ class DataLoader:
                        batch_size * world * micro_batches
     tail               the epoch's last, smaller global batch: "even" (default), "drop" or "pad"
     seed               seed of the order and of the augmentations (0); has to be equal on all ranks
-    seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
+    seed_samples       seed `random`, numpy, torch and the dataset's generators from (seed, epoch, index) for each
+                       sample
     ranks              (rank, world) if they are not the process group's: those among the data-parallel groups
     shrink_on_oom      if a rank runs out of memory within `ht.accumulate`, all ranks repeat that optimizer step with
                        half as many samples at once, and keep that size; needs `global_batch_size`
@@ -92,6 +94,12 @@ class DataLoader:
 
     _length_asked = False
     """Whether a loop's body has asked for the number of batches (reentry.py)."""
+
+    _has_given_rest = _length_asked_after = False
+    """Whether a pass came to its end since the last resume, and whether the number of batches was asked for then."""
+
+    _copied: dict[str, Any] | None = None
+    """What the dataset's attributes were when persistent worker processes got their copies; None: none did."""
 
     _outlives_epochs = False
     """Whether a pass went on after a `set_epoch`: an iterator without end, beside another loader."""
@@ -192,6 +200,7 @@ class DataLoader:
         this_pass = self._passes
         self._share = self._asked_epoch = None
         if not position.begin() and self._resumes:
+            self._has_given_rest = True
             return
 
         self._open_pass = this_pass
@@ -212,7 +221,7 @@ class DataLoader:
                 self._open_pass = 0
             if current_loader() is self:
                 set_current_loader(outside)
-        self._has_passed = True
+        self._has_passed = self._has_given_rest = True
         position.finish()
 
     def _rest(self) -> Iterator[Any]:
@@ -225,6 +234,8 @@ class DataLoader:
             self._generator.manual_seed(sample_seed(position.seed, epoch, position.cursor))
             shares = self._plan.deal(self._rank, position.cursor, position.length)
             fetched = self._batches.begin(epoch, order, shares)
+            if self._torch.persistent_workers:
+                self._look_at_copies()
             for batch in self._torch:
                 self._share = fetched.popleft()
                 position.hand_out(self._share.cursor)
@@ -233,9 +244,25 @@ class DataLoader:
                 if self._repeat_step:
                     break
 
+    def _look_at_copies(self) -> None:
+        """Warn, once, if the dataset has changed since the worker processes got their copies of it."""
+        now = settings_of(self.dataset)
+        if self._copied is None:
+            self._copied = now
+        changed = [name for name, each in now.items() if name in self._copied and self._copied[name] != each]
+        if changed:
+            self._copied = {}
+            _warn(
+                "persistent_workers",
+                f"{changed[0]!r} of the dataset has changed since its worker processes were started, and with "
+                "persistent_workers=True these still have the old value: samples are read with that one, and after a "
+                "restart with the new one.\nLeave persistent_workers out.",
+            )
+
     def __len__(self) -> int:
         """The number of batches in a whole epoch for this rank; every rank has the same."""
         self._length_asked |= self._open_pass > 0
+        self._length_asked_after |= self._has_given_rest
         return self._plan.batches(0, self._position.length)
 
     @property
@@ -374,6 +401,15 @@ class DataLoader:
             self._trains = True
             self._read_ahead.stepped()
         self._position.trained()
+
+    @property
+    def _given(self) -> Share | None:
+        """The last batch of the pass that is under way; None: there is none."""
+        return self._share if self._open_pass else None
+
+    def _note_no_batch(self) -> None:
+        """Note that `snaps.step()` was called twice, and no batch was taken in between."""
+        self._read_ahead.stepped_again()
 
     def _continues(self) -> bool:
         """Whether the next pass begins within an epoch."""
