@@ -315,6 +315,7 @@ def test_a_warning_says_the_fix_and_how_to_switch_it_off(sampler) -> None:
     text = str(caught[0].message)
     assert "sampler.set_epoch(epoch)" in text
     assert "HOLDFAST_GUARDS=0" in text
+    assert caught[0].filename == __file__, "the line of the script"
 
 
 @pytest.mark.parametrize("value", ["0", "off", "False"])

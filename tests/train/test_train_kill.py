@@ -257,7 +257,7 @@ def test_the_run_id_in_the_snapshot_outlives_the_launcher_s(warm: Warm, tmp_path
         warm, "", *((world, script, (str(tmp_path / "a"), given)) for world, given in lives)
     )
     assert first.split("\n") == ["first", ""]
-    told = "HOLDFAST_RUN_ID is first as in the snapshot, not second: loggers continue the run of that training"
+    told = "HOLDFAST_RUN_ID is now first, that of the snapshot, so that loggers continue its run"
     assert second.split("\n") == ["first", f"holdfast: {told}", ""]
     assert third.split("\n") == ["first", ""]
 

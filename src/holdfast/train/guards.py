@@ -20,6 +20,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -36,10 +37,20 @@ from holdfast.train import torch_private
 from holdfast.train.mistakes import LoneSave, LossDiffers, NoSync, SharedFacts, StaleEpoch, Unused
 
 VARIABLE = "HOLDFAST_GUARDS"
+_NOT_OF_SCRIPT = ("holdfast.train.", "torch.", "contextlib")
+"""Beginnings of the names of modules whose lines no warning shows."""
 
 
 class GuardWarning(UserWarning):
     """Warns of a probable mistake; the message says how to fix it."""
+
+
+def level_of_script() -> int:
+    """The `stacklevel` for a warning of the caller, so that it shows the script's line, and none of ours or torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_OF_SCRIPT):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def enabled() -> bool:
@@ -72,7 +83,7 @@ class Guards:
             return
         self._warned.add(mistake)
         text += f"\n(holdfast guard '{mistake}', said once; off by {VARIABLE}=0 or process_group(guards=False))"
-        warnings.warn(text, GuardWarning, stacklevel=2)
+        warnings.warn(text, GuardWarning, stacklevel=level_of_script())
 
     def _warn_for_all(self, mistake: str, text: str) -> None:
         """Warn on rank 0 about a mistake that every rank sees alike."""

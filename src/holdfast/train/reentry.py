@@ -29,7 +29,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +40,7 @@ from torch.optim import Optimizer
 
 from holdfast.train.data import Position
 from holdfast.train.data.loader import ENDLESS
+from holdfast.train.guards import level_of_script
 from holdfast.train.random_numbers import random_state, set_random_state
 
 Options = list[dict[str, float]]
@@ -158,17 +158,9 @@ class ResumedWeights:
                 f"holdfast: code after resume() has changed the weights of {', '.join(changed)} before the first step: "
                 "what was trained before the resume is lost. Load a checkpoint, or set first values, before resume().",
                 RuntimeWarning,
-                stacklevel=_level_of_script(),
+                stacklevel=level_of_script(),
             )
         return not changed
-
-
-def _level_of_script() -> int:
-    """The `stacklevel` of the line of the script, for a warning of the caller."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("holdfast.train.", "torch.")):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class Whereabouts:

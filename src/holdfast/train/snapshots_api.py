@@ -381,8 +381,8 @@ class Snapshots:
             resumed = resumer.run()
             if peers.rank == 0 and self.state.run_id != began_as and given_id:
                 sys.stderr.write(
-                    f"holdfast: {RUN_ID_VARIABLE} is {self.state.run_id} as in the snapshot, not {given_id}: loggers "
-                    "continue the run of that training\n"
+                    f"holdfast: {RUN_ID_VARIABLE} is now {self.state.run_id}, that of the snapshot, so that loggers "
+                    "continue its run\n"
                 )
 
         if resumed is not None and choice.only is None and peers.rank == 0 and self._remaker is None:

@@ -47,7 +47,7 @@ from holdfast.train.data.datasets import (
     shard_sizes,
 )
 from holdfast.train.group import open_group
-from holdfast.train.guards import GuardWarning, enabled
+from holdfast.train.guards import GuardWarning, enabled, level_of_script
 from holdfast.train.mistakes import ReadAhead
 
 SHRUNK = "batch_size"
@@ -473,7 +473,7 @@ class DataLoader:
 
 def _warn(_mistake: str, text: str) -> None:
     if enabled():
-        warnings.warn(f"holdfast: {text}", GuardWarning, stacklevel=2)
+        warnings.warn(f"holdfast: {text}", GuardWarning, stacklevel=level_of_script())
 
 
 def _planner(
