@@ -222,6 +222,19 @@ def test_a_cpu_build_asked_for_nccl_is_sent_to_gloo() -> None:
     assert "init_process_group('gloo')" in cause.advice
 
 
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("holdfast.protocol.errors.TrackingError", "`holdfast explain HF133`"),
+        ("mine.TrackingError", ""),  # a class of the program with that name
+        ("holdfast.protocol.errors.Fault", ""),
+    ],
+)
+def test_an_error_of_holdfast_s_own_is_explained_by_its_code(kind: str, advice: str) -> None:
+    raised = structs.replace(fails(0), stderr_tail=traced(f"{kind}: track(o=…): a str has no state_dict()"))
+    assert (cause_of(raised).code, cause_of(raised).advice) == ("HF201", advice)
+
+
 def test_a_sentence_that_is_no_exception_is_not_said_to_be_raised() -> None:
     """As a torchrun under our coordinator reports its workers."""
     failure = structs.replace(fails(1), message="its torchrun starts its workers again", error_type="", traceback="")

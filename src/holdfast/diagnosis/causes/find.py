@@ -23,6 +23,8 @@ from holdfast.diagnosis.causes.exception_text import (
     class_of,
     unwrapped,
 )
+from holdfast.protocol import errors
+from holdfast.protocol.errors import HoldfastError
 from holdfast.protocol.exit_codes import EXIT_FAILURE
 from holdfast.protocol.outcome import Failure
 from holdfast.text import read_table, shortened
@@ -317,7 +319,14 @@ def _raised(parsed: ExceptionText) -> Cause:
         joint = ", and because of it" if last.explains else ", and while that was handled"
         line = f"{line}{joint} {_first_line(last.text).rstrip(': ')}"
     hint = next((hint for says, hint in hints() if _search(says, inner)), "")
-    return Cause("HF201", shortened(line, LINE_CHARACTERS_MAX), hint)
+    return Cause("HF201", shortened(line, LINE_CHARACTERS_MAX), hint or _explained(parsed.qualified))
+
+
+def _explained(text: str) -> str:
+    """The advice for an error of holdfast's own, by its class with its module; empty: it is none."""
+    module, _, name = text.partition(":")[0].rpartition(".")
+    kind = vars(errors).get(name) if module == errors.__name__ else None
+    return f"`holdfast explain {kind.code}`" if isinstance(kind, type) and issubclass(kind, HoldfastError) else ""
 
 
 def signal_name(exit_code: int) -> str:
