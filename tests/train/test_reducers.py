@@ -196,3 +196,5 @@ def test_what_cannot_be_carried_is_known_before_training(jobs: WarmJobs) -> None
     assert [*chain.from_iterable(buckets)] == ["first.bias", "first.weight", "second.bias", "second.weight"]
     assert needing == [False, True, True, True], "it stays frozen, and in its bucket"
     assert "has other parameters than those that it was built with" in found["exchanged"]
+    kept = ("tracked", "the module within is tracked")
+    assert found["hooks"] == {"halves": False, **dict.fromkeys(kept, True), "another one is tracked": False}

@@ -17,8 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -698,29 +696,6 @@ def test_one_that_is_saved_seeded_in_each_step_or_seldom_drawn_from_is_not(tmp_p
             training.snaps._generators = UntrackedGenerators()
             steps_that_draw(training, torch.Generator(), draw)
     training.snaps.close()
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["the module within is tracked", "tracked"])
-@pytest.mark.parametrize("keeps", [False, True], ids=["halves", "PowerSGD"])
-def test_what_a_communication_hook_keeps_is_noticed(tmp_path: Path, *, keeps: bool, inside: bool) -> None:
-    with ht.process_group(device="cpu"), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        net = nn.Linear(3, 2)
-        model = DistributedDataParallel(net)
-        if keeps:
-            model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
-        else:
-            model.register_comm_hook(None, fp16_compress_hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ht.Snapshots(tmp_path / "runs", every=None) as snaps:
-            snaps.track(model=model if inside else net, optimizer=optimizer)
-            snaps.resume()
-            for _ in range(2):
-                model(torch.randn(4, 3)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                snaps.step()
-    assert [("keeps a PowerSGDState from step to step" in str(each.message)) for each in told] == [True] * keeps
 
 
 @pytest.mark.parametrize("left_after", [1, 3, 5, 9, 11])

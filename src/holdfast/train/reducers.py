@@ -119,7 +119,9 @@ class Reducers:
         own keeps cannot be seen."""
         if torch_private.reducer_names_missing():
             return ""
-        wrappers = [*self._wrappers, *_others_than(self._wrappers)]
+        ours = set(self._parameters)  # of the modules within that are tracked, and not of another training
+        others = [each for each in _others_than(self._wrappers) if not ours.isdisjoint(each.module.parameters())]
+        wrappers = [*self._wrappers, *others]
         states = (state for each in wrappers for _, state in torch_private.comm_hooks(each))
         return next((kind for each in states if (kind := type(each).__name__) in STATES_OF_HOOKS), "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
+import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import torch_private
 from holdfast.train.reducers import Reducers
@@ -230,6 +232,35 @@ def exchanged() -> str:
     return ""
 
 
+def warned_of_hook(model: DistributedDataParallel, tracked: nn.Module) -> bool:
+    """Whether two steps of a training that has snapshots warn of what the hook of this module keeps."""
+    optimizer = torch.optim.SGD(tracked.parameters(), lr=0.1)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(record=True) as told,
+        ht.Snapshots(folder, every=None) as snaps,
+    ):
+        warnings.simplefilter("always")
+        snaps.track(model=tracked, optimizer=optimizer)
+        snaps.resume()
+        for _ in range(2):
+            (model if tracked is model.module else tracked)(torch.randn(4, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            snaps.step()
+    return any("keeps a PowerSGDState from step to step" in str(each.message) for each in told)
+
+
+def hooks_warned_of() -> dict[str, bool]:
+    halves = hooked(default_hooks.fp16_compress_hook)
+    found = {"halves": warned_of_hook(halves, halves)}
+    for name in ("tracked", "the module within is tracked", "another one is tracked"):
+        model = hooked(powerSGD_hook, PowerSGDState(None, start_powerSGD_iter=2))
+        tracked = {"tracked": model, "the module within is tracked": model.module}.get(name, Net())
+        found[name] = warned_of_hook(model, tracked)
+    return found
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -240,7 +271,8 @@ def main() -> None:
     for name, ask in ASKED.items():
         found[name] = ask()
         gc.collect()
-    print(json.dumps({"no_device": NO_DEVICE, "reasons": found, "resumed": resumed(), "exchanged": exchanged()}))
+    more = {"resumed": resumed(), "exchanged": exchanged(), "hooks": hooks_warned_of()}
+    print(json.dumps({"no_device": NO_DEVICE, "reasons": found, **more}))
 
 
 main()
