@@ -20,7 +20,7 @@ NOT_TORCH = {
     ("random_numbers.py", "_inst"),  # Python's own generator
     ("random_numbers.py", "_rand"),  # numpy's
     ("random_numbers.py", "_bit_generator"),
-    ("reentry.py", "_getframe"),  # sys
+    ("guards.py", "_getframe"),  # sys
     ("snapshots_api.py", "_getframe"),
 }
 
