@@ -496,7 +496,9 @@ class Tracker:
     def _look_for_repeats(self) -> None:
         """Tell a loader if none of those that are under way has given a batch since the last step."""
         given = {name: batch for name, each in self.others.items() if (batch := getattr(each, "_given", None))}
-        if given and given == self._given:
+        # In epochs of one batch all batches are equal, and each is an object of its own.
+        same = given.keys() == self._given.keys() and all(each is self._given[name] for name, each in given.items())
+        if given and same:
             self.others[next(iter(given))]._note_no_batch()
         self._given = given
 
