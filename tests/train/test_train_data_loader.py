@@ -159,6 +159,24 @@ def test_a_dataset_that_workers_have_as_it_is_is_not(persistent, epochs):
             dataset.epoch += epochs
 
 
+class Lazy(Graded):
+    """It finds out some attributes when it is first asked for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fill, self._mean, self._is_open = float("nan"), None, False
+
+
+def test_attributes_that_a_dataset_finds_out_later_are_no_change():
+    dataset = Lazy()
+    made = DataLoader(dataset, 2, num_workers=1, persistent_workers=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(made)
+        dataset._mean, dataset._is_open = 1.5, True
+        list(made)
+
+
 def test_a_loop_left_by_break_goes_on_where_it_was():
     data = loader()
     trained = []

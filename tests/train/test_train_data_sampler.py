@@ -385,6 +385,72 @@ def test_a_datasets_own_generators_are_seeded_too():
     assert all(one[index] != other for index, other in seen(DrawsByItself(), epoch=1).items())
 
 
+class NotOpen:
+    """As a proxy of an object that is made when it is first used."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("it was used")
+
+    def __getattribute__(self, name):
+        raise RuntimeError("it was used")
+
+
+class Foreign(list):
+    def __len__(self):
+        raise RuntimeError("it was read")
+
+    __iter__ = __len__
+
+
+class DrawsAsItLikes(Augmented):
+    """It has objects that nobody else may use, and a generator of numpy that cannot be seeded in its own way."""
+
+    def __init__(self):
+        self.older = np.random.RandomState(np.random.PCG64(1))
+        self.system, self.proxy, self.items = random.SystemRandom(), NotOpen(), Foreign([1])
+
+    def __getitem__(self, index):
+        return index, self.older.rand()
+
+
+def test_foreign_objects_of_a_dataset_are_left_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert seen(DrawsAsItLikes()) == seen(DrawsAsItLikes(), world=3, batch_size=5)
+
+
+class Large(DrawsByItself):
+    """It has so many objects that a search takes long, and makes its generator in the first epoch."""
+
+    searches = 0
+
+    def __init__(self):
+        self.groups = [{each: Counted() for each in range(10)} for _ in range(30)]
+
+    def __getitem__(self, index):
+        self.random = vars(self).get("random", random.Random())
+        return index, self.random.random()
+
+
+class Counted:
+    """It counts how often its attributes are asked for."""
+
+    @property
+    def __dict__(self):
+        Large.searches += 1
+        return {}
+
+
+def test_a_search_over_many_objects_is_made_seldom():
+    dataset = Large()
+    data = DataLoader(dataset, 1, collate_fn=list)
+    before = Large.searches
+    list(data)
+    assert Large.searches - before == 300 * len([1, 2, 4, 8, 16])
+    assert seen(dataset, epoch=3) == seen(dataset, epoch=3, batch_size=5), "a generator that was made meanwhile"
+
+
 def test_reading_in_the_training_process_leaves_the_datasets_own_generators_alone():
     """The training may draw from them, too."""
 

@@ -273,6 +273,16 @@ def test_a_count_that_goes_on_or_is_that_of_the_batch_is_not_told_of(tmp_path: P
         script_again.run()
 
 
+def test_a_constant_that_is_near_the_count_is_not_told_of(tmp_path: Path) -> None:
+    """One step in which they are equal is among those that are looked at."""
+    script, script_again = Script(tmp_path, count=6), Script(tmp_path, count=6)
+    script.run(7)
+    script_again.resumed = lambda script: vars(script).update({f"constant_{each}": each for each in range(5, 25)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script_again.run()
+
+
 # --- weights that a resume has restored -------------------------------------------------------------------------------
 
 

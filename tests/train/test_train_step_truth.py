@@ -643,6 +643,17 @@ def test_one_step_with_each_batch_is_not(tmp_path: Path) -> None:
     training.snaps.close()
 
 
+def test_epochs_of_one_batch_are_not(tmp_path: Path) -> None:
+    """Their batches are equal."""
+    loader = ht.DataLoader(Rows(), 32)
+    training = Training(tmp_path / "runs", loader=loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            loop(training, loader)
+    training.snaps.close()
+
+
 def steps_that_draw(training: Training, generator: Any, draw: Any, *, steps: int = 6) -> None:
     for _ in range(steps):
         draw(generator)
@@ -696,6 +707,117 @@ def test_one_that_is_saved_seeded_in_each_step_or_seldom_drawn_from_is_not(tmp_p
             training.snaps._generators = UntrackedGenerators()
             steps_that_draw(training, torch.Generator(), draw)
     training.snaps.close()
+
+
+def seed_again(generator: Any, seed: int) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        getattr(generator, "manual_seed", getattr(generator, "seed", None))(seed)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        *GENERATORS_AND_DRAWS,
+        (lambda: np.random.Generator(np.random.MT19937(1)), lambda each: each.random()),
+        (lambda: np.random.Generator(np.random.Philox(1)), lambda each: each.random()),
+    ],
+)
+def test_one_that_is_seeded_in_place_in_each_step_is_not(training: Training, make: Any, draw: Any) -> None:
+    numbers = itertools.count(5)
+
+    def draws(generator: Any) -> None:
+        seed_again(generator, next(numbers))
+        draw(generator)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps_that_draw(training, make(), draws)
+
+
+def test_one_that_draws_many_numbers_in_each_step_is_noticed(training: Training) -> None:
+    with pytest.warns(RuntimeWarning, match="each step draws from 'generator'"):
+        steps_that_draw(training, random.Random(1), lambda each: [each.random() for _ in range(2000)])
+
+
+def test_one_without_a_state_is_not(training: Training) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps_that_draw(training, random.SystemRandom(), lambda each: each.random())
+
+
+class OfTheScript:
+    """It has the state of a generator that is none of its attributes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": of_the_script.getstate()[1], "order": order_of_the_script.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        of_the_script.setstate((3, tuple(state["state"]), None))
+        order_of_the_script.set_state(state["order"])
+
+
+of_the_script, order_of_the_script = random.Random(1), torch.Generator()
+
+
+def epochs_that_draw(folder: Path, *, seeds: bool) -> None:
+    """Three epochs with saves between them."""
+    model, generators = nn.Linear(3, 2), [random.Random(1), np.random.default_rng(1), torch.Generator()]
+    python, numpys, torchs = generators
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ht.Snapshots(folder, every=None, memory_every=None) as snaps:
+        state = snaps.track(model=model, optimizer=optimizer, own=OfTheScript())
+        snaps.resume()
+        for epoch in state.epochs(3, save=True):
+            for each in generators if seeds else ():
+                seed_again(each, epoch)
+            for rows in torch.utils.data.DataLoader(Rows(), 4, shuffle=True, generator=order_of_the_script):
+                python.random(), numpys.random(), torch.rand((), generator=torchs), of_the_script.random()
+                model(rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                snaps.step()
+
+
+@pytest.mark.parametrize(("seeds", "names"), [(True, []), (False, ["numpys"])])
+def test_between_epochs_one_is_right_that_is_seeded_in_each(tmp_path: Path, seeds: bool, names: list[str]) -> None:
+    """And one that a tracked object saves, in its own way, also if the order comes from it."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        epochs_that_draw(tmp_path / "runs", seeds=seeds)
+    begins = "holdfast: each step draws from "
+    assert [str(each.message).partition(",")[0] for each in told] == [f"{begins}{name!r}" for name in names]
+
+
+def in_hand_after_a_step(training: Training) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """What is left of a batch that the function has let go of."""
+    rows = torch.randn(4, 3)
+    training.model(rows).square().mean().backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.snaps.step()
+    held = weakref.ref(rows)
+    del rows
+    return held(), {}
+
+
+def in_hand_with_locals(training: Training) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    given = locals()
+    rows = torch.randn(4, 3)
+    training.model(rows).square().mean().backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.snaps.step()
+    del rows
+    return None, given
+
+
+@pytest.mark.parametrize("step", [in_hand_after_a_step, in_hand_with_locals])
+def test_a_look_at_variables_keeps_and_changes_nothing(training: Training, step: Any) -> None:
+    left, given = step(training)
+    assert left is None
+    assert given.keys() <= {"training"}
 
 
 @pytest.mark.parametrize("left_after", [1, 3, 5, 9, 11])

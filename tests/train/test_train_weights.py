@@ -270,3 +270,22 @@ def test_a_metric_of_which_nothing_is_saved_is_refused_at_once(tmp_path: Path) -
             snaps.track(mean=metric)
         metric.persistent(True)
         snaps.track(mean=metric, loss=nn.MSELoss())
+
+
+def test_a_metric_without_a_state_is_taken_and_one_within_another_is_named(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Stateless(torchmetrics.Metric):  # type: ignore[misc, name-defined]
+        def update(self) -> None: ...
+
+        def compute(self) -> None: ...
+
+    inner = torchmetrics.MeanMetric()
+    wrapper = torchmetrics.MinMaxMetric(inner)
+    wrapper.persistent(True)
+    with ht.Snapshots(tmp_path / "runs", every=None, memory_every=None) as snaps:
+        snaps.track(stateless=Stateless())
+        with pytest.raises(TrackingError, match="and that of each metric in it"):
+            snaps.track(wrapper=wrapper)
+        inner.persistent(True)
+        snaps.track(wrapper=wrapper)

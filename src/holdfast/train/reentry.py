@@ -27,8 +27,10 @@ With another number of ranks a rate may follow that number, or its square root.
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.train.data import Position
+from holdfast.train.data.datasets import attributes_of
 from holdfast.train.data.loader import ENDLESS
 from holdfast.train.guards import level_of_script
 from holdfast.train.random_numbers import random_state, set_random_state
@@ -49,6 +52,9 @@ STEPS_UNTIL_ASKED = 2
 """The number of steps after which a script has asked where it is, or never does."""
 LOOKS_AT_COUNTS = 3
 """The number of steps in which a variable has to follow the steps since the resume."""
+UNSHARED_REFERENCES = 3
+"""The count of references to a frame's dict that nobody else has: the frame's, ours, and that of the call which
+counts."""
 STEPS_MIN = 8
 """Fewest steps since the resume after which variables are looked at."""
 
@@ -207,7 +213,8 @@ class OwnCounts:
         self._epoch = epoch
         self._complete = 0
         """The number of optimizer steps since the resume."""
-        self._names: set[str] = set()
+        self._first: dict[str, int] = {}
+        """The variables with such a number in each step that was looked at, with the number in the first of these."""
         self._left = LOOKS_AT_COUNTS
         """The number of steps in which variables are still to be looked at."""
 
@@ -222,12 +229,14 @@ class OwnCounts:
             self._epoch = epoch  # after few steps the number of a batch would be too near: the next epoch tells more
             return True
         counts = [*range(since - 1, since + 2), *range(self._complete - 1, self._complete + 2)]
-        found = {name for name, each in variables_in(frame).items() if type(each) is int and each in counts}
-        self._names = found if self._left == LOOKS_AT_COUNTS else self._names & found
+        found = {name: each for name, each in variables_in(frame).items() if type(each) is int and each in counts}
+        if self._left < LOOKS_AT_COUNTS:
+            found = {name: self._first[name] for name, each in found.items() if each > self._first.get(name, each)}
+        self._first = found
         self._left -= 1
-        if self._left == 0 and self._names:
+        if self._left == 0 and self._first:
             warnings.warn(
-                f"holdfast: {min(self._names)!r} counts the steps since the resume, and not those of the training, of "
+                f"holdfast: {min(self._first)!r} counts the steps since the resume, and not those of the training, of "
                 f"which there are {step}: it has begun again. If it decides anything in training, or is the step of a "
                 "log, set it from state.step.",
                 RuntimeWarning,
@@ -241,15 +250,31 @@ def variables_in(frame: FrameType) -> dict[str, Any]:
     an integration into another library."""
     if frame.f_globals.get("__name__", "").startswith("holdfast."):
         return {}
-    attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
-    return {**frame.f_globals, **frame.f_locals, **{f"self.{name}": each for name, each in attributes.items()}}
+    own = _locals_of(frame)
+    attributes = attributes_of(own.get("self"))
+    return {**frame.f_globals, **own, **{f"self.{name}": each for name, each in attributes.items()}}
+
+
+def _locals_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of this frame alone. Up to Python 3.12 the frame of a function keeps a dict of them when it was
+    asked, and so a batch and its outputs, as long as the function runs. It is emptied, unless someone else has it; the
+    function has it if it calls `locals()`, and must not find more in it."""
+    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return dict(frame.f_locals)
+    if "locals" in frame.f_code.co_names:
+        return {}
+    kept = frame.f_locals
+    found = dict(kept)
+    if sys.getrefcount(kept) <= UNSHARED_REFERENCES:
+        kept.clear()
+    return found
 
 
 def is_cycled(loader: Any) -> bool:
     """Whether an `itertools.cycle` goes over this loader of ours. It looks through the memory, once: 40 ms."""
     cycles = (each for each in gc.get_objects() if type(each) is itertools.cycle)
     passes = (one for each in cycles for one in gc.get_referents(each) if isinstance(one, GeneratorType))
-    return any(one.gi_frame is not None and one.gi_frame.f_locals.get("self") is loader for one in passes)
+    return any(one.gi_frame is not None and _locals_of(one.gi_frame).get("self") is loader for one in passes)
 
 
 def warn_of_cycle(name: str) -> None:

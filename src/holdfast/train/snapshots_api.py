@@ -770,7 +770,10 @@ class Snapshots:
             frame, self._tracker.step, self._tracker.epoch_of_script()
         ):
             self._counts = None
-        name = self._generators.at_step(frame, self._tracker.others.values())
+        if self._generators.done:
+            return
+        epoch = None if self._schedule.within_epochs else self._tracker.epoch_of_script()
+        name = self._generators.at_step(frame, self._tracker.others.values(), epoch)
         if name and self._peers is not None and self._peers.rank == 0:
             warnings.warn(OWN_GENERATOR.format(name), RuntimeWarning, stacklevel=4)
 

@@ -77,6 +77,8 @@ from holdfast.train.tracked import (
 from holdfast.train.untracked import OWN_ORDER, OwnOrder
 
 FORMAT = 1
+NUMBERS_READ = 4096
+"""The number of numbers of a parameter that are read to see whether it has changed."""
 OWN_BUFFERS = "own_buffers"
 """Key of the text with the names of the buffers that belong to each rank."""
 ALONE, STAND_IN = "alone", "stand in"
@@ -266,10 +268,11 @@ def _checked(model: TrackedModel) -> TrackedModel:
     """The model, after a try of its `state_dict()`: so the error does not come at the first save. Raises TrackingError,
     also for torchmetrics' metrics, which save nothing by default."""
     try:
-        if not model.live() and any(map(_is_metric, model.module.modules())):
+        if not model.live() and any(map(_is_counting_metric, model.module.modules())):
             raise TrackingError(
                 f"track({model.name}=…): the state_dict() of this {type(model.module).__name__} is empty, so what it "
-                f"counts begins again after a resume: call {model.name}.persistent(True) before track()"
+                f"counts begins again after a resume: call {model.name}.persistent(True) before track(), and that of "
+                "each metric in it"
             )
     except TypeError as error:
         raise TrackingError(
@@ -279,8 +282,17 @@ def _checked(model: TrackedModel) -> TrackedModel:
     return model
 
 
-def _is_metric(module: nn.Module) -> bool:
-    return any(f"{each.__module__}.{each.__name__}" == "torchmetrics.metric.Metric" for each in type(module).__mro__)
+def _is_counting_metric(module: nn.Module) -> bool:
+    """Whether it is a metric of torchmetrics that has a state."""
+    names = {f"{each.__module__}.{each.__name__}" for each in type(module).__mro__}
+    return "torchmetrics.metric.Metric" in names and bool(getattr(module, "metric_state", True))
+
+
+def _first_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor with its first rows, of about NUMBERS_READ numbers."""
+    if tensor.numel() <= NUMBERS_READ:
+        return tensor
+    return tensor[: max(1, NUMBERS_READ * len(tensor) // tensor.numel())]
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
@@ -496,7 +508,9 @@ class Tracker:
     def _look_for_repeats(self) -> None:
         """Tell a loader if none of those that are under way has given a batch since the last step."""
         given = {name: batch for name, each in self.others.items() if (batch := getattr(each, "_given", None))}
-        if given and given == self._given:
+        # In epochs of one batch all batches are equal, and each is an object of its own.
+        same = given.keys() == self._given.keys() and all(each is self._given[name] for name, each in given.items())
+        if given and same:
             self.others[next(iter(given))]._note_no_batch()
         self._given = given
 
@@ -575,9 +589,13 @@ class Tracker:
             self._passed_by = options_of(self.optimizers), self._weights()
 
     def _weights(self) -> dict[str, str]:
-        """A digest of this rank's parameters of each model, by name."""
+        """A digest of this rank's parameters of each model, by name. It reads the first numbers of each: who loads or
+        makes weights changes all of a tensor, and a whole model would take as long as to load it."""
         parts = {name: map(local_tensor, model.parameters()) for name, model in self.named_models()}
-        return {name: replicas.total([each for each in own if codec.is_array(each)]) for name, own in parts.items()}
+        return {
+            name: replicas.total([_first_numbers(each) for each in own if codec.is_array(each)])
+            for name, own in parts.items()
+        }
 
     def whereabouts(self, resumed: object) -> Whereabouts:
         """Looks whether the script asks where it goes on. `resumed`: what `resume()` returns."""

@@ -19,13 +19,15 @@ hook of all optimizers shows it. An optimizer inside a tracked one, which steps 
 tracked. A schedule that is not tracked begins again after a resume; torch marks the optimizer whose rate it sets.
 
 A random generator of the script's own begins again, too. It is looked for among the variables of the training loop, and
-counts if each of the first steps has drawn from it. One that is seeded again in each step is right.
+counts if each of the first steps has drawn from it. One that is seeded again in each step is right. If states are
+saved between epochs only, so is one that is seeded in each epoch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -40,7 +42,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.protocol.errors import TrackingError
 from holdfast.train import torch_private
-from holdfast.train.data.datasets import EVERYWHERE, GENERATORS, Generator, Seeded, state_of
+from holdfast.train.data.datasets import (
+    EVERYWHERE,
+    Generator,
+    GeneratorState,
+    Seeded,
+    attributes_of,
+    is_generator,
+    state_of,
+)
 from holdfast.train.guards import replaced
 from holdfast.train.reentry import variables_in
 
@@ -234,7 +244,7 @@ class UntrackedData:
             self.stop()
         lacking = [parts for parts in found if not self._is_tracked(parts)]
         if lacking:
-            self.order = OwnOrder.of(lacking)
+            self.order = OwnOrder.of(lacking, _saved_with(self._tracked()))
             return OURS_NOT_TRACKED if any(isinstance(each, Seeded) for one in lacking for each in one) else NOT_TRACKED
         return next(filter(None, (each.wrong_position() for each in passes)), "")
 
@@ -278,22 +288,23 @@ class OwnOrder:
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = generators
-        self._before: list[tuple[int, str]] = []
-        """Seed and state of each at the end of the last epoch; empty: none has ended."""
+        self._before: list[GeneratorState] = []
+        """The state of each at the end of the last epoch; empty: none has ended."""
 
     @classmethod
-    def of(cls, loaders: Iterable[Sequence[Any]]) -> OwnOrder | None:
-        """Those of these loaders, each given by its parts; None: they draw from torch's own generator."""
+    def of(cls, loaders: Iterable[Sequence[Any]], saved: Collection[int]) -> OwnOrder | None:
+        """Those of these loaders, each given by its parts; None: they draw from torch's own generator, or from one that
+        is among those `saved`."""
         # The second part is the dataset: what it draws is for samples, and not for their order.
         given = (getattr(each, "generator", None) for parts in loaders for each in (parts[0], *parts[2:]))
-        own = [each for each in given if isinstance(each, torch.Generator) and each is not torch.default_generator]
+        known = {id(torch.default_generator), *saved}
+        own = [each for each in given if isinstance(each, torch.Generator) and id(each) not in known]
         return cls(own) if own else None
 
     def epoch_ends(self) -> bool:
         """Returns whether a generator has gone on since the epoch before: the script has seeded it for neither."""
-        before, self._before = self._before, [(each.initial_seed(), state_of(each)) for each in self._generators]
-        pairs = zip(before, self._before, strict=False)  # the first time there is none
-        return any(was[0] == now[0] and was[1] != now[1] for was, now in pairs)
+        before, self._before = self._before, [state_of(each) for each in self._generators]
+        return any(was.leads_to(now) for was, now in zip(before, self._before, strict=False))  # the first time: none
 
 
 class UntrackedOptimizers:
@@ -333,35 +344,57 @@ class UntrackedGenerators:
     """Random generators of the script's own from which the training draws."""
 
     def __init__(self) -> None:
-        self._states: dict[str, tuple[Generator, int, str]] = {}
-        """Each generator after the last step, its seed if that can be known, and its state, by the variable's name."""
+        self._states: dict[str, tuple[Generator, GeneratorState]] = {}
+        """Each generator and its state after the last step, by the variable's name."""
         self._steps = 0
+        self._epoch: int | None = None
         self._drawn: set[str] = set()
         """Names of those from which each step has drawn."""
 
-    def at_step(self, frame: FrameType, tracked: Iterable[Any]) -> str:
+    @property
+    def done(self) -> bool:
+        """Whether no further step is looked at."""
+        return self._steps > STEPS
+
+    def at_step(self, frame: FrameType, tracked: Collection[Any], epoch: int | None = None) -> str:
         """Look at the variables of the training loop, in the script's `frame`, after a step. Returns the name of one
-        with such a generator, once; empty: there is none. One inside a `tracked` object counts as tracked."""
-        if self._steps > STEPS:
+        with such a generator, once; empty: there is none. One that a `tracked` object saves counts as tracked. `epoch`:
+        that of the step, if states are saved between epochs only; then the last look is in the next epoch."""
+        if self.done or (self._steps == STEPS and epoch is not None and epoch == self._epoch):
             return ""
         self._steps += 1
+        self._epoch = epoch
         before, self._states = self._states, _generators_in(frame, tracked)
         drawn = {
             name
-            for name, (each, seed, state) in self._states.items()
-            if name in before and before[name][0] is each and before[name][1] == seed and before[name][2] != state
+            for name, (each, state) in self._states.items()
+            if name in before and before[name][0] is each and before[name][1].leads_to(state)
         }
         self._drawn = self._drawn & drawn if self._steps > 2 else drawn
-        return min(self._drawn, default="") if self._steps > STEPS else ""
+        if not self.done:
+            return ""
+        self._states = {}
+        return min(self._drawn, default="")
 
 
-def _generators_in(frame: FrameType, tracked: Iterable[Any]) -> dict[str, tuple[Generator, int, str]]:
-    known = {id(one) for each in tracked for one in _attributes(each)} | {id(each) for each in EVERYWHERE}
+def _generators_in(frame: FrameType, tracked: Collection[Any]) -> dict[str, tuple[Generator, GeneratorState]]:
+    known = _saved_with(tracked) | {id(each) for each in EVERYWHERE}
     return {
-        name: (each, each.initial_seed() if isinstance(each, torch.Generator) else 0, state_of(each))
+        name: (each, state_of(each))
         for name, each in variables_in(frame).items()
-        if isinstance(each, GENERATORS) and id(each) not in known
+        if is_generator(each) and id(each) not in known
     }
+
+
+def _saved_with(tracked: Iterable[Any]) -> set[int]:
+    """The identities of what tracked objects have as attributes, and of what their `state_dict` uses besides."""
+    found: set[int] = set()
+    for each in tracked:
+        found |= {id(one) for one in _attributes(each)}
+        with contextlib.suppress(TypeError, ValueError, AttributeError):  # it is no function of Python
+            used = inspect.getclosurevars(each.state_dict)
+            found |= {id(one) for one in (*used.nonlocals.values(), *used.globals.values())}
+    return found
 
 
 def without_its_schedule(optimizers: Iterable[Optimizer], others: Iterable[Any]) -> str:
@@ -397,5 +430,5 @@ def _optimizers_in(each: Any) -> list[Any]:
 
 def _attributes(each: Any) -> list[Any]:
     """The values of its attributes, and of those that are lists their items."""
-    values = [*vars(each).values()] if hasattr(each, "__dict__") else []
+    values = [*attributes_of(each).values()]
     return values + [item for value in values if isinstance(value, (list, tuple)) for item in value]

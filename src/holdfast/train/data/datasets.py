@@ -39,14 +39,22 @@ SHARDS_OPEN_MAX = 256
 LEVELS_MAX = 6
 OBJECTS_MAX = 512
 ITEMS_MAX = 64
-"""Limits of the search for a dataset's generators, which is made for each batch: how deep it goes, of the objects at
-each depth, and of the length of a list or dict. A longer one has samples, and no transforms."""
+"""Limits of the search for a dataset's generators: how deep it goes, of the objects at each depth, and of the length of
+a list or dict. A longer one has samples, and no transforms."""
+CHEAP_OBJECTS_MAX = 100
+"""A search over so few objects takes about 10 us, and is made for each batch."""
+TWISTS_MAX = 32
+"""Limit of the draws of a Mersenne Twister between two states that are compared, in units of 624 words."""
+KINDS_MAX = 1024
+"""Limit of the classes of which it is kept how they are searched."""
 Generator: TypeAlias = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _of_modules: tuple[Any, Any] = (random.getstate, np.random.get_state)
 EVERYWHERE: tuple[Generator, ...] = (*(each.__self__ for each in _of_modules), torch.default_generator)
 """The global generators."""
-_NOT_SEARCHED = (random.SystemRandom, str, int, float, torch.Tensor, np.ndarray, type, ModuleType)
+_NOT_SEARCHED = (str, int, float, torch.Tensor, np.ndarray, type, ModuleType)
+_ITEMS: dict[Any, Any] = {list: list.__iter__, tuple: tuple.__iter__, dict: dict.values}
+"""The functions that read items, also of a subclass that has its own way."""
 _SETTINGS = (bool, int, float, str, type(None))
 _WORD = (1 << 64) - 1
 
@@ -76,17 +84,18 @@ class Seeded:
     object.
     """
 
-    __slots__ = ("_dataset", "_enabled", "_seed")
+    __slots__ = ("_dataset", "_enabled", "_own", "_seed")
 
     def __init__(self, dataset: Any, seed: int, *, enabled: bool) -> None:
         object.__setattr__(self, "_dataset", dataset)
+        object.__setattr__(self, "_own", _OwnGenerators(dataset))
         object.__setattr__(self, "_seed", seed)
         object.__setattr__(self, "_enabled", enabled)
 
     def __getitems__(self, key: BatchKey) -> list[Any]:
         if not self._enabled:
             return list(self._read_all(key.samples))
-        own = _own_generators(self._dataset)
+        own = self._own.in_batch(key.epoch)
         with contextlib.nullcontext() if get_worker_info() else _generators_kept(own):
             if _reads_batches(self._dataset):
                 _seed_generators(sample_seed(self._seed, key.epoch, key.samples[0]), own)
@@ -127,38 +136,92 @@ def _reads_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _own_generators(dataset: Any) -> list[Generator]:
-    """The random generators that a dataset has as attributes, or that its transforms have, in a constant order."""
-    found: list[Generator] = []
-    seen = {id(each) for each in EVERYWHERE}
-    level = [dataset]
-    for _ in range(LEVELS_MAX):
-        within: list[Any] = []
-        for each in level[:OBJECTS_MAX]:
-            if id(each) in seen or isinstance(each, _NOT_SEARCHED):
-                continue
-            seen.add(id(each))
-            if isinstance(each, GENERATORS):
-                found.append(each)
-            elif isinstance(each, (list, tuple)):
-                within += each if len(each) <= ITEMS_MAX else ()
-            elif isinstance(each, dict):
-                within += each.values() if len(each) <= ITEMS_MAX else ()
-            elif type(each).__dictoffset__:  # not hasattr: an object without attributes may answer for all names
-                within += vars(each).values()
-        level = within
-    return found
+class _OwnGenerators:
+    """The random generators that a dataset has as attributes, or that its transforms have, in a constant order.
+
+    They are searched for in each batch, since a dataset may make another one. If it has many objects, they are in the
+    batches 1, 2, 4, 8 … of an epoch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._epoch: int | None = None
+        self._batches = self._objects = 0
+        """The number of batches in this epoch, and of objects in the last search."""
+        self._found: list[Generator] = []
+
+    def in_batch(self, epoch: int) -> list[Generator]:
+        """The generators, for the next batch."""
+        self._batches = self._batches + 1 if epoch == self._epoch else 1
+        self._epoch = epoch
+        if self._objects <= CHEAP_OBJECTS_MAX or self._batches & (self._batches - 1) == 0:
+            self._search()
+        return self._found
+
+    def _search(self) -> None:
+        self._found, self._objects = [], 0
+        seen = {id(each) for each in EVERYWHERE}
+        level = [self._dataset]
+        for _ in range(LEVELS_MAX):
+            within: list[Any] = []
+            self._objects += len(level)
+            for each in level[:OBJECTS_MAX]:
+                kind = _searched_as(type(each))  # type: ignore[arg-type]
+                if kind is None or id(each) in seen:
+                    continue
+                seen.add(id(each))
+                if kind is Generator:
+                    self._found.append(each)
+                elif kind is object:
+                    within += attributes_of(each).values()
+                elif kind.__len__(each) <= ITEMS_MAX:
+                    within += _ITEMS[kind](each)
+            level = within
+
+
+@functools.lru_cache(KINDS_MAX)
+def _searched_as(kind: type) -> Any:
+    """The kind as which objects of a class are searched: Generator, list, tuple, dict, or object, which has attributes;
+    None: they are not. No object is asked, as by isinstance: one that is made when it is first used would be made."""
+    if issubclass(kind, random.Random):  # one without a state, as SystemRandom, is none
+        return Generator if kind.getstate is random.Random.getstate else None
+    if issubclass(kind, GENERATORS):
+        return Generator
+    if issubclass(kind, _NOT_SEARCHED):
+        return None
+    return next((each for each in _ITEMS if issubclass(kind, each)), object if kind.__dictoffset__ else None)
+
+
+def is_generator(each: Any) -> bool:
+    """Whether it is a random generator that has a state."""
+    return _searched_as(type(each)) is Generator  # type: ignore[arg-type]
+
+
+def attributes_of(each: Any) -> dict[str, Any]:
+    """The attributes of an object, by name; empty: it has none, or does not give them."""
+    if not type(each).__dictoffset__:  # not hasattr: an object without attributes may answer for all names
+        return {}
+    try:
+        return dict(vars(each))
+    except Exception:  # noqa: BLE001 - a foreign object may have its own way
+        return {}
 
 
 def settings_of(dataset: Any) -> dict[str, Any]:
     """The attributes of a dataset, and of the one that a Subset takes samples of, with values that cannot change."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return {
-        name: each
-        for name, each in (vars(dataset) if type(dataset).__dictoffset__ else {}).items()
-        if type(each) in _SETTINGS
-    }
+    return {name: each for name, each in attributes_of(dataset).items() if type(each) in _SETTINGS}
+
+
+def first_changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The name of a setting that has changed; empty: none has. One that was None or False below a private name is what
+    a dataset finds out, or opens, when it is first asked for."""
+    for name, each in now.items():
+        was = before.get(name, each)
+        is_lazy = name.startswith("_") and (was is None or was is False)
+        if was is not each and was != each and not is_lazy:  # NaN differs from itself
+            return name
+    return ""
 
 
 def _seed_generators(seed: int, own: Sequence[Generator]) -> None:
@@ -171,20 +234,67 @@ def _seed_generators(seed: int, own: Sequence[Generator]) -> None:
 
 def _seed_generator(generator: Generator, seed: int) -> None:
     if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        generator.bit_generator.state = _seeded_bits(generator.bit_generator, seed)
     elif isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     else:
-        generator.seed(seed & 0xFFFF_FFFF)
+        try:
+            generator.seed(seed & 0xFFFF_FFFF)
+        except TypeError:  # numpy's old class can do so with a Mersenne Twister only
+            name = generator.get_state(legacy=False)["bit_generator"]  # type: ignore[union-attr]
+            generator.set_state(getattr(np.random, name)(seed).state)  # type: ignore[union-attr]
 
 
-def state_of(generator: Generator) -> str:
-    """The state, to be compared."""
-    if isinstance(generator, np.random.Generator):
-        return str(generator.bit_generator.state)
+def _seeded_bits(bits: Any, seed: int) -> Any:
+    """A state of numpy's bit generator for this seed."""
+    if type(bits) is not np.random.PCG64:
+        return type(bits)(seed).state
+    # The class does the same in 20 us, of which each sample would pay.
+    words = [_mixed(seed + each & _WORD) for each in range(4)]
+    whole = {"state": words[0] << 64 | words[1], "inc": words[2] << 64 | words[3] | 1}
+    return {"bit_generator": "PCG64", "state": whole, "has_uint32": 0, "uinteger": 0}
+
+
+class GeneratorState(NamedTuple):
+    """A state of a random generator, to be compared with a later one."""
+
+    seed: Any
+    """What only seeding changes; None: nothing is."""
+    words: tuple[int, ...]
+    """Those of a Mersenne Twister; empty: it is of another kind."""
+    rest: Any
+
+    def leads_to(self, later: GeneratorState) -> bool:
+        """Whether a later state comes from this one by draws alone."""
+        if self == later or self.seed != later.seed:
+            return False
+        if not self.words:
+            return True
+        twister = random.Random()
+        twister.setstate((3, (*self.words, len(self.words)), None))
+        for _ in range(TWISTS_MAX):
+            if twister.getstate()[1][:-1] == later.words:
+                return True
+            twister.getrandbits(32 * len(self.words))
+        return False
+
+
+def state_of(generator: Generator) -> GeneratorState:
+    """The state that a generator has now."""
     if isinstance(generator, torch.Generator):
-        return str(generator.get_state().tolist())
-    return str(generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False))
+        return GeneratorState(generator.initial_seed(), (), generator.get_state().numpy().tobytes())
+    if isinstance(generator, random.Random):
+        _, words, gauss = generator.getstate()
+        return GeneratorState(None, words[:-1], (words[-1], gauss))
+    state: Any = (
+        generator.bit_generator.state
+        if isinstance(generator, np.random.Generator)
+        else generator.get_state(legacy=False)
+    )
+    within = state["state"]
+    if "pos" in within:
+        return GeneratorState(None, tuple(within["key"].tolist()), str((within["pos"], state.get("gauss"))))
+    return GeneratorState(str(within.get("inc", within.get("key"))), (), str(state))
 
 
 def _restores(generator: Generator) -> Callable[[], object]:
@@ -193,6 +303,8 @@ def _restores(generator: Generator) -> Callable[[], object]:
         return functools.partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
         return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state(legacy=False))
     return functools.partial(generator.set_state, generator.get_state())
 
 

@@ -40,6 +40,7 @@ from holdfast.train.data.datasets import (
     ShardedDataset,
     ShardOrder,
     ShardReader,
+    first_changed,
     part_of,
     sample_seed,
     settings_of,
@@ -249,12 +250,11 @@ class DataLoader:
         now = settings_of(self.dataset)
         if self._copied is None:
             self._copied = now
-        changed = [name for name, each in now.items() if name in self._copied and self._copied[name] != each]
-        if changed:
+        if changed := first_changed(self._copied, now):
             self._copied = {}
             _warn(
                 "persistent_workers",
-                f"{changed[0]!r} of the dataset has changed since its worker processes were started, and with "
+                f"{changed!r} of the dataset has changed since its worker processes were started, and with "
                 "persistent_workers=True these still have the old value: samples are read with that one, and after a "
                 "restart with the new one.\nLeave persistent_workers out.",
             )
