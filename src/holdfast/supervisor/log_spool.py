@@ -474,7 +474,8 @@ class LogMover:
                 self._keep_limits(spools)
                 self._dirty = True
                 self._news.notify_all()
-            time.sleep(CALM_S)
+                # Not a plain sleep: `close` waits for this thread, and so would the end of every job.
+                self._news.wait_for(lambda: self._closed, CALM_S)
         watch.close()
 
     def _keep_limits(self, spools: Sequence[Spool]) -> None:
