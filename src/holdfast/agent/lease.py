@@ -9,7 +9,7 @@ from holdfast.protocol.policy import PINGS_PER_SUSPENSION
 PINGS_OPEN_MAX = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """The agent's side of its lease: counts pings and answers. The coordinator renewed the lease after the answered
     message was sent."""

@@ -26,7 +26,7 @@ class Work(Enum):
     """All remaining processes get SIGKILL; only TreeGone ends this state."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class LocalReplacements:
     """Workers of this node that were started for lost ones, and take no part yet. All by local rank."""
 
@@ -64,7 +64,7 @@ class LocalReplacements:
         return self.failing.pop(local_rank)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class LocalGeneration:
     """This node's part in one generation."""
 

@@ -10,7 +10,7 @@ from holdfast.protocol.outcome import Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import Limits, Pauses
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Seeking:
     """One search, from the loss of a link (or the agent's begin) until the next link."""
 

@@ -45,7 +45,7 @@ class Deny(Struct, frozen=True):
     problem: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Admission:
     """Decides on the Join of each agent: at once, or as a claim that waits."""
 

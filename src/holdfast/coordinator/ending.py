@@ -42,7 +42,7 @@ class GiveUp(Struct, frozen=True):
     reason: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Budget:
     """The job's restart budget: decides whether a failed generation is followed by another, and when. A generation that
     failed costs one restart, however many ranks failed. Membership changes cost nothing."""

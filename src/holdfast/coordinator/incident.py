@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from holdfast.protocol.outcome import Failure, Verdict
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Incident:
     """One loss, or several that came before the first of them had its verdict."""
 
@@ -81,7 +81,7 @@ class Incident:
         assert self.charged or not self.charged_before
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Incidents:
     """The newest incident of the job. Each part of the coordinator that asks for it has this object, and keeps none."""
 

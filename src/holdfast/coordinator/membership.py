@@ -210,7 +210,7 @@ class Membership:
             assert (name in self._busy) == bool(member.busy_generation)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Liveness:
     """Finds members whose lease expired. Silence counts only while this process was able to receive."""
 
@@ -269,7 +269,7 @@ class Liveness:
         return [member for heard_s, member in heard if heard_s + short_lease_s <= now]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Record:
     strikes: int = 0
     """Quick losses of this host in a row."""
@@ -282,7 +282,7 @@ class _Record:
     excluded_until_s: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class HostBackoff:
     """Delays hosts whose agents join and die in a loop, and excludes hosts that are blamed too often. Knows host names
     and times, no members."""

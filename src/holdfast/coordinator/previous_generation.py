@@ -33,7 +33,7 @@ def _places(node: NodeSpec, local_ranks: tuple[int, ...] | None) -> tuple[int, .
     return tuple(range(node.nproc)) if local_ranks is None else local_ranks
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class PreviousGeneration:
     """It continues only if all its nodes join with living workers, but for those that it can go on without."""
 

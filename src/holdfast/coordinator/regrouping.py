@@ -64,7 +64,7 @@ class PastGeneration:
     """The newest one when the workers left. The generation after it may have the same."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Regrouping:
     """State of a regroup: the next generation is formed of running workers."""
 

@@ -13,7 +13,7 @@ from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Limits
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Ordered:
     """A replacement that was ordered and takes no part yet."""
 
@@ -23,7 +23,7 @@ class Ordered:
     """Its process waits for its place."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Replacements:
     """The replacements of the newest generation: which ones are missing, ordered and ready."""
 

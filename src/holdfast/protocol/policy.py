@@ -74,7 +74,7 @@ GROWTH = 2.0
 PAUSE_S_MAX = 60.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Pauses:
     """Times at which a wait is reported again: soon at first, then after growing pauses."""
 

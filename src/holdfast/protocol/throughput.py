@@ -36,7 +36,7 @@ class Mark(Struct, frozen=True, gc=False):
         return (later.at_s - self.at_s) / steps, max(0.0, later.own_s - self.own_s) / steps
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class RankThroughput:
     """Throughput of one rank."""
 

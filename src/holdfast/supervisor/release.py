@@ -28,7 +28,7 @@ def allowed_s(limit_s: float, waited_s: float) -> float:
     return min(limit_s + waited_s, RELEASES_PER_WORKER * limit_s)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class LongestStep:
     """The longest step of these workers so far. The first step of each does not count: it may take much longer."""
 
@@ -47,7 +47,7 @@ class LongestStep:
                 self._newest[each.local_rank] = each.steps, at_s
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Lateness:
     """Measures how long a late process has waited for a processor, from the first call of `waited_s` on."""
 

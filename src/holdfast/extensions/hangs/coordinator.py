@@ -64,7 +64,7 @@ def judge_samples(stories: Sequence[RankStory]) -> Finding:
     return examine(stories)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class SampleRound:
     """One round in which all nodes are asked for stacks."""
 

@@ -96,7 +96,7 @@ class ReportStill(Struct, frozen=True):
 Order = LookNow | ReportHang | HangOver | EndHung | ReportStill
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Suspicion:
     store: bool
     """Ranks wait for the process group, and not for a step."""

@@ -152,7 +152,7 @@ class Straggler(Struct, frozen=True, kw_only=True):
         return f"{self.who} is slow: {own}; all other ranks wait for it"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Course:
     """The windows of one rank."""
 
