@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct, structs
 
-from holdfast.diagnosis.causes.exception_text import final_traceback
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.rank_progress import (
     Frame,
@@ -190,6 +189,9 @@ def _ranks(failures: list[Failure]) -> str:
 def _last_output(culprit: Failure, room: int, lines_max: int) -> list[str]:
     """The end of what the culprit wrote: the traceback that explains its end if there is one, in at most `lines_max`
     lines; else the last lines of stderr, or of stdout, in at most `room` lines. Before that, its stack if it hung."""
+    # Its patterns take a few milliseconds, which the end of a job without a failure need not wait for.
+    from holdfast.diagnosis.causes.exception_text import final_traceback
+
     if culprit.stack:
         output = _last_output(structs.replace(culprit, stack="", traceback=""), max(room, HUNG_LINES), HUNG_LINES)
         stack = fewer_lines(culprit.stack, max(lines_max - len(output) - 1, HUNG_LINES)).splitlines()
