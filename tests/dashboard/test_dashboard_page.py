@@ -149,11 +149,16 @@ def test_the_logs_are_searched_while_a_text_is_typed(tmp_path: Path) -> None:
     with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
         page.wait_for_selector(".log >> text=three")
         page.type("#logs input[type=search]", "two")
-        until(lambda: page.inner_text(".log").split() == ["generation", "1", "4", "two"], "only that line is shown")
-        texts = [url.rpartition("text=")[2] for url in page.requests if "/logs?" in url]
-        assert texts[-1] == "two"
+
+        def asked() -> list[str]:
+            return [url.rpartition("text=")[2] for url in page.requests if "/logs?" in url]
+
+        found = ["generation", "1", "4", "two"]
+        # On a busy machine `tw` was searched for before, and finds that line, too.
+        until(lambda: page.inner_text(".log").split() == found and asked()[-1] == "two", "only that line is shown")
+        texts = asked()
         page.keyboard.press("Tab")
-        assert [url.rpartition("text=")[2] for url in page.requests if "/logs?" in url] == texts, "asked once"
+        assert asked() == texts, "asked once"
 
 
 def test_after_the_end_of_the_job_nothing_is_asked_any_more(tmp_path: Path) -> None:
@@ -379,9 +384,7 @@ def test_ranks_are_profiled_and_all_are_asked_to_save() -> None:
 def test_ten_thousand_ranks_are_drawn_and_go_on_changing() -> None:
     job = MadeUpJob(view(10_000, nodes=1250, steps=1), told())
     with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
-        page.wait_for_function(
-            "document.getElementById('grid')?.getAttribute('aria-label')?.startsWith('10,000 ranks')"
-        )
+        page.wait_for_selector("#grid[aria-label^='10,000 ranks']")
         job.view = view(10_000, nodes=1250, steps=7, hung=9_999)
         page.wait_for_selector("text=Hanging")
         assert "hung: rank 9999" in page.get_attribute("#grid", "aria-label")
