@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from itertools import chain, islice, pairwise
 
 import numpy as np
@@ -83,6 +84,17 @@ def test_a_long_order_is_as_specified_and_needs_no_memory(length):
     for start in (0, length // 2, length - 20):
         stretch = np.arange(start, start + 20)
         assert order.take(stretch).tolist() == [plain_feistel(length, 5, 6, number) for number in stretch.tolist()]
+
+
+def test_the_newest_order_is_kept_and_no_other():
+    """Survivors begin their loop over the same epoch again."""
+    order = order_of(100, 1, 2, shuffle=True)
+    assert order_of(100, 1, 2, shuffle=True) is order
+    gone = weakref.ref(order)
+    del order
+    for other in ((100, 1, 3), (100, 2, 2), (101, 1, 2)):
+        assert order_of(*other, shuffle=True).length == other[0]
+    assert gone() is None
 
 
 def test_golden_orders():
