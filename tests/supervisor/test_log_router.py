@@ -314,13 +314,17 @@ def test_a_held_back_state_comes_by_itself(pipe: PipeConsole, tmp_path: Path, mo
     assert node.end()
 
 
+def truncate(node: Node) -> None:
+    fd = node.workers[0].fds.stdout
+    assert fd is not None
+    os.ftruncate(fd, 0)
+
+
 def test_a_truncated_file_is_read_from_its_start(pipe: PipeConsole, tmp_path: Path) -> None:
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"before, a longer line\n")
     until(lambda: b"before" in pipe.out, "the router to have done it")
-    fd = node.workers[0].fds.stdout
-    assert fd is not None
-    os.ftruncate(fd, 0)
+    truncate(node)
     node.write(0, b"after\n")
     assert node.end()
     until(lambda: pipe.out.endswith(b"n1:100| after\n"), "the router to have done it")
@@ -332,9 +336,7 @@ def test_an_unfinished_line_of_a_truncated_file_does_not_go_on_in_the_next_one(
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"whole\nthe loss is 0.")
     until(lambda: b"whole" in pipe.out, "the router to have read it")
-    fd = node.workers[0].fds.stdout
-    assert fd is not None
-    os.ftruncate(fd, 0)
+    truncate(node)
     node.write(0, b"7 ranks\n")
     assert node.end()
     until(lambda: bytes(pipe.out) == b"n1:100| whole\nn1:100| the loss is 0.\nn1:100| 7 ranks\n", "both lines")

@@ -765,6 +765,8 @@ class Snapshots:
 
     def _look_at_variables(self) -> None:
         """Warn of a variable of the training loop that begins again after a resume: a random generator, a count."""
+        if self._counts is None and self._generators.done:
+            return  # as in nearly every step
         frame = sys._getframe(3)
         if self._counts is not None and not self._counts.at_step(
             frame, self._tracker.step, self._tracker.epoch_of_script()

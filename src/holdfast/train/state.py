@@ -534,7 +534,7 @@ class Tracker:
         giving = [each for each in self.others.values() if _gives_batches(each, loader)]
         if not giving:
             return
-        goes_on = any(getattr(each, "_continues", bool)() for each in giving)
+        goes_on = any(map(_continues, giving))
         if goes_on:
             self._look_at_weights()
         if self.state._reentry is not None:
@@ -574,7 +574,7 @@ class Tracker:
 
     def _continued(self) -> list[Any]:
         """The loaders and samplers whose next pass begins within an epoch."""
-        return [each for each in self.others.values() if getattr(each, "_continues", bool)()]
+        return [each for each in self.others.values() if _continues(each)]
 
     def _note_passed_by(self, count: int) -> None:
         """Note that a loop over `count` epochs has none left, since they were trained before a resume. If more was
@@ -860,6 +860,11 @@ class Tracker:
 def _is_in_loop(each: Any) -> bool:
     """Whether the training's loop has a batch of this loader or sampler that is not counted."""
     return bool(getattr(each, "_in_body", False) or getattr(each, "_in_loop", False))
+
+
+def _continues(each: Any) -> bool:
+    """Whether the next pass of this loader or sampler begins within an epoch."""
+    return bool(getattr(each, "_continues", bool)())
 
 
 def _gives_batches(each: Any, loader: Any) -> bool:

@@ -370,6 +370,7 @@ class UntrackedGenerators:
             for name, (each, state) in self._states.items()
             if name in before and before[name][0] is each and before[name][1].leads_to(state)
         }
+        # The first look has nothing to compare with, so the second one has the first step that is known.
         self._drawn = self._drawn & drawn if self._steps > 2 else drawn
         if not self.done:
             return ""

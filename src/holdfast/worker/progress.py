@@ -104,7 +104,7 @@ class _StepCounter:
                 return
             count += 1
             since_ns = now_ns()
-            # The count comes last: whoever reads it finds what belongs to it.
+            # The count is written last: a reader that sees it finds the times of this step, too.
             words[own] = own_ns
             words[last] = since_ns
             words[steps] = count
